@@ -1,0 +1,1 @@
+"""Facts as TOML with source and date; a user file overrides by name."""

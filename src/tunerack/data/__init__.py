@@ -1,0 +1,1 @@
+"""Rows in, trained tokens out: formats, templates and masks, the resumable order."""

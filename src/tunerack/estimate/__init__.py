@@ -1,0 +1,1 @@
+"""What a fine-tune needs, takes and costs: pure arithmetic."""

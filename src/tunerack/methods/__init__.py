@@ -1,0 +1,1 @@
+"""How a fine-tune changes a base model: configuration, counts, identity."""

@@ -1,0 +1,1 @@
+"""Every metric name, and how the numbers are shown."""

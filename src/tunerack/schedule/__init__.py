@@ -1,0 +1,1 @@
+"""Who runs where: a snapshot in, decisions with reasons out."""

@@ -1,0 +1,93 @@
+"""The one place that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from tunerack.errors import Invalid, Problem
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How this installation runs; each field is read from `TUNERACK_<NAME>`.
+
+    home: folder of the store, files, adapters, converted base models and logs
+    host, port: where the control process listens
+    api_key: key that clients must send; required to listen beyond loopback
+    threads: CPU threads of an engine; 0 takes every core
+    micro_batch_tokens: most tokens in one forward and backward pass of training
+    kv_cache_bytes: most bytes that the KV cache of an engine holds
+    max_running: most requests that are decoded in one step
+    max_upload_bytes: largest file that is accepted
+    """
+
+    home: Path = Path("~/.tunerack")
+    host: str = "127.0.0.1"
+    port: int = 7411
+    api_key: str = ""
+    threads: int = 0
+    micro_batch_tokens: int = 1024
+    kv_cache_bytes: int = 2 * 1024**3
+    max_running: int = 32
+    max_upload_bytes: int = 512 * 1024**2
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        """Read every `TUNERACK_*` variable; raises Invalid with all malformed ones at once."""
+        environment = os.environ if environment is None else environment
+        values: dict[str, object] = {}
+        problems: list[Problem] = []
+        for field in fields(cls):
+            name = f"TUNERACK_{field.name.upper()}"
+            raw = environment.get(name)
+            if raw is None or raw == "":
+                continue
+            if field.name == "home":
+                values["home"] = Path(raw)
+            elif isinstance(field.default, int):
+                try:
+                    values[field.name] = int(raw)
+                except ValueError:
+                    problems.append(Problem(f"{raw!r} is not a whole number", name, f"unset {name} or give digits only"))
+            else:
+                values[field.name] = raw
+        if problems:
+            raise Invalid(problems)
+        settings = cls(**values)  # type: ignore[arg-type]
+        return settings.at(settings.home)
+
+    def at(self, home: Path) -> Settings:
+        """The same settings with another home folder, made absolute."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Settings(**{**values, "home": home.expanduser().absolute()})
+
+    @property
+    def database(self) -> Path:
+        return self.home / "tunerack.db"
+
+    @property
+    def files(self) -> Path:
+        return self.home / "files"
+
+    @property
+    def jobs(self) -> Path:
+        return self.home / "jobs"
+
+    @property
+    def adapters(self) -> Path:
+        return self.home / "adapters"
+
+    @property
+    def bases(self) -> Path:
+        return self.home / "bases"
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def workers(self) -> Path:
+        return self.home / "workers"

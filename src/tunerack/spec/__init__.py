@@ -1,0 +1,1 @@
+"""What the user asked for: frozen dataclasses, parsed with every error at once."""

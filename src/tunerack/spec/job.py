@@ -1,0 +1,102 @@
+"""A fine-tuning job, as asked for and as resolved.
+
+`auto` is resolved once, by `estimate.plan`, into a new spec; the resolved spec is what is stored and all that a worker
+reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+AUTO: Literal["auto"] = "auto"
+Auto = Literal["auto"]
+
+# The linear layers of a decoder block, by the names PEFT uses.
+LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """The low-rank update of one adapter (Hu et al. 2021, arXiv 2106.09685).
+
+    rank: inner dimension r of B·A
+    alpha: the update is scaled by alpha/r, or alpha/sqrt(r) with `use_rslora` (arXiv 2312.03732)
+    dropout: probability that an input feature of an adapted layer is dropped in training, in [0, 1)
+    target_modules: names of the adapted linear layers; "all-linear" is resolved to every one
+    rank_pattern, alpha_pattern: other values for modules whose full name matches the key, as PEFT matches it
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = LINEAR_MODULES
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Everything that decides the result of a fine-tune.
+
+    model: catalogue name of the base model
+    training_file, validation_file: file ids
+    suffix: goes into the name of the adapter; adapter_name: the whole name, instead
+    n_epochs: passes over the kept rows; max_steps ends earlier (0: no bound)
+    batch_size: rows per optimizer step
+    learning_rate: peak value, AdamW
+    lr_schedule: shape after `warmup_steps`; warmup_steps counts optimizer steps
+    seq_len: rows longer than this many tokens are treated as `overlong` says
+    train_on: whose tokens carry loss in chat rows: every assistant message, the last one, or every token
+    min_kept: least share of rows that must be kept for the job to run, in [0, 1]
+    checkpoint_steps: optimizer steps between checkpoints
+    """
+
+    model: str
+    training_file: str
+    validation_file: str | None = None
+    suffix: str | None = None
+    adapter_name: str | None = None
+    n_epochs: int | Auto = AUTO
+    max_steps: int = 0
+    batch_size: int | Auto = AUTO
+    learning_rate: float | Auto = AUTO
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int | Auto = AUTO
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    seq_len: int | Auto = AUTO
+    overlong: Literal["drop", "refuse"] = "drop"
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    min_kept: float = 0.5
+    seed: int = 0
+    checkpoint_steps: int | Auto = AUTO
+    lora: LoraSpec = field(default_factory=LoraSpec)
+
+    @property
+    def resolved(self) -> bool:
+        """True when nothing is left to "auto"."""
+        return AUTO not in (
+            self.n_epochs,
+            self.batch_size,
+            self.learning_rate,
+            self.warmup_steps,
+            self.seq_len,
+            self.checkpoint_steps,
+        )
+
+    def with_values(self, **values: Any) -> JobSpec:
+        return replace(self, **values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and strings; `spec.parse.job_from_json` reads it back unchanged."""
+        values = asdict(self)
+        values["lora"]["target_modules"] = list(self.lora.target_modules)
+        values["lora"]["rank_pattern"] = dict(self.lora.rank_pattern)
+        values["lora"]["alpha_pattern"] = dict(self.lora.alpha_pattern)
+        return values
