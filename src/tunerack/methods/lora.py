@@ -1,0 +1,248 @@
+"""LoRA as PEFT stores it: one place that knows which modules are adapted, at which rank, with which scale.
+
+Training, serving, merging and the gate all ask here, so that a scale can't differ between them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunerack.errors import Invalid, Problem
+from tunerack.spec.job import LoraSpec
+
+# A group that is itself repeated can take exponential time to match; patterns come from untrusted adapters.
+_REPEATED_GROUP = re.compile(r"\)\s*[*+{?]")
+_MAX_PATTERN_CHARS = 256
+
+
+@dataclass(frozen=True)
+class ModuleLora:
+    """The update of one linear layer: y += scale · (x·Aᵀ)·Bᵀ with A [rank, in_features], B [out_features, rank]."""
+
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What `adapter_config.json` says, as far as it decides the result."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...] | str
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    layers: tuple[int, ...] | None = None
+    exclude_modules: tuple[str, ...] | str | None = None
+    dropout: float = 0.0
+    base_model: str | None = None
+
+    @classmethod
+    def from_spec(cls, spec: LoraSpec, *, base_model: str) -> LoraConfig:
+        return cls(
+            rank=spec.rank,
+            alpha=float(spec.alpha),
+            target_modules=tuple(spec.target_modules),
+            use_rslora=spec.use_rslora,
+            rank_pattern=dict(spec.rank_pattern),
+            alpha_pattern=dict(spec.alpha_pattern),
+            dropout=spec.dropout,
+            base_model=base_model,
+        )
+
+    def targets(self, module: str) -> bool:
+        """Whether the layer of this full name is adapted, by PEFT's rules (suffix for lists, full match for text)."""
+        if self.exclude_modules and _selects(self.exclude_modules, module):
+            return False
+        if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
+            return bool(re.fullmatch(self.target_modules, module))
+        selected = self.target_modules == "all-linear" or _selects(self.target_modules, module)
+        if not selected or self.layers is None:
+            return selected
+        index = re.match(r".*?\.[^.]*\.(\d+)\.", module)
+        return index is not None and int(index.group(1)) in self.layers
+
+    def module(self, name: str) -> ModuleLora:
+        """Rank and scale of one adapted layer: alpha/r, or alpha/sqrt(r) for rank-stabilised LoRA."""
+        rank = int(_by_pattern(self.rank_pattern, name, self.rank))
+        alpha = float(_by_pattern(self.alpha_pattern, name, self.alpha))
+        return ModuleLora(rank, alpha / (math.sqrt(rank) if self.use_rslora else rank))
+
+    def select(self, modules: Iterable[str]) -> dict[str, ModuleLora]:
+        """Of these full module names, the adapted ones."""
+        return {name: self.module(name) for name in modules if self.targets(name)}
+
+    def deciding_values(self) -> dict[str, Any]:
+        """The fields that decide what the adapter computes, in a form that hashes the same everywhere."""
+        return {
+            "rank": self.rank,
+            "alpha": float(self.alpha),
+            "use_rslora": self.use_rslora,
+            "rank_pattern": dict(sorted(self.rank_pattern.items())),
+            "alpha_pattern": {key: float(value) for key, value in sorted(self.alpha_pattern.items())},
+        }
+
+    def to_peft(self) -> dict[str, Any]:
+        """The content of `adapter_config.json` that stock PEFT loads."""
+        targets = self.target_modules
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_model,
+            "inference_mode": True,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": targets if isinstance(targets, str) else sorted(targets),
+            "use_rslora": self.use_rslora,
+            "rank_pattern": dict(self.rank_pattern),
+            "alpha_pattern": dict(self.alpha_pattern),
+            "layers_to_transform": list(self.layers) if self.layers is not None else None,
+            "bias": "none",
+            "use_dora": False,
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+        }
+
+
+def _selects(names: tuple[str, ...] | str, module: str) -> bool:
+    if isinstance(names, str):
+        return bool(re.fullmatch(names, module))
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+# PEFT fields that don't change what a finished adapter computes.
+_HARMLESS = frozenset(
+    {
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+        "eva_config",
+        "layers_pattern",
+        "lora_ga_config",
+        "corda_config",
+        "loftq_config",
+        "ensure_weight_tying",
+    }
+)
+_READ = frozenset(
+    {
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "exclude_modules",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "layers_to_transform",
+        "init_lora_weights",
+    }
+)
+# These start from a changed base; their plain files are only right on that changed base.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def read_peft_config(config: Mapping[str, Any]) -> LoraConfig:
+    """Read `adapter_config.json`; raises Invalid with every field that would not be applied in full."""
+    where = "adapter_config.json"
+    problems: list[Problem] = []
+
+    def wrong(name: str, message: str, hint: str | None = None) -> None:
+        problems.append(Problem(message, f"{where}: {name}", hint))
+
+    if config.get("peft_type") != "LORA":
+        wrong("peft_type", f"is {config.get('peft_type')!r}; only LORA adapters can be applied")
+    rank = config.get("r")
+    if not _is_positive_int(rank):
+        wrong("r", f"is {rank!r}; it must be a whole number above 0")
+    alpha = config.get("lora_alpha", 8)
+    if not _is_number(alpha):
+        wrong("lora_alpha", f"is {alpha!r}; it must be a finite number")
+    for name in ("rank_pattern", "alpha_pattern"):
+        check = _is_positive_int if name == "rank_pattern" else _is_number
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, Mapping) or not all(check(value) for value in patterns.values()):
+            wrong(name, "must map module patterns to numbers")
+        else:
+            for pattern in patterns:
+                _check_pattern(pattern, lambda message, name=name: wrong(name, message))
+    targets = config.get("target_modules")
+    if isinstance(targets, str):
+        _check_pattern(targets, lambda message: wrong("target_modules", message))
+    elif not (isinstance(targets, list | tuple | set) and targets and all(isinstance(t, str) for t in targets)):
+        wrong("target_modules", "must be a list of module names, or a pattern")
+    exclude = config.get("exclude_modules")
+    if isinstance(exclude, str):
+        _check_pattern(exclude, lambda message: wrong("exclude_modules", message))
+    if config.get("init_lora_weights", True) not in _PLAIN_INITS:
+        wrong(
+            "init_lora_weights",
+            f"{config['init_lora_weights']!r} changes the base weights; the adapter is only right on the changed base",
+            "convert it to a plain LoRA adapter with PEFT first",
+        )
+    if config.get("bias", "none") != "none":
+        wrong("bias", f"is {config['bias']!r}; trained biases would not be applied", "train with bias='none'")
+    layers = config.get("layers_to_transform")
+    if isinstance(layers, int):
+        layers = [layers]
+    if layers is not None and not (isinstance(layers, list) and all(isinstance(i, int) for i in layers)):
+        wrong("layers_to_transform", "must be a list of layer numbers")
+    if config.get("layers_pattern"):
+        wrong("layers_pattern", "is not supported; layer numbers are read from the module's own path")
+    for name, value in config.items():
+        if name in _HARMLESS or name in _READ or name == "bias" or value in (None, False, [], {}, ""):
+            continue
+        wrong(name, f"is {value!r}; it is not supported and would change the result")
+    if problems:
+        raise Invalid(problems, code="adapter_refused")
+    return LoraConfig(
+        rank=int(config["r"]),
+        alpha=float(alpha),
+        target_modules=targets if isinstance(targets, str) else tuple(sorted(targets or ())),
+        use_rslora=bool(config.get("use_rslora")),
+        rank_pattern=dict(config.get("rank_pattern") or {}),
+        alpha_pattern=dict(config.get("alpha_pattern") or {}),
+        layers=tuple(layers) if layers else None,
+        exclude_modules=exclude if isinstance(exclude, str) or exclude is None else tuple(exclude),
+        dropout=float(config.get("lora_dropout") or 0.0),
+        base_model=config.get("base_model_name_or_path"),
+    )
+
+
+def _check_pattern(pattern: str, wrong: Any) -> None:
+    if len(pattern) > _MAX_PATTERN_CHARS or _REPEATED_GROUP.search(pattern):
+        wrong(f"the pattern {pattern[:60]!r} is too long or repeats a group")
+        return
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        wrong(f"{pattern!r} is not a valid pattern: {error}")
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
