@@ -23,9 +23,11 @@ class LoraSpec:
 
     rank: inner dimension r of B·A
     alpha: the update is scaled by alpha/r, or alpha/sqrt(r) with `use_rslora` (arXiv 2312.03732)
-    dropout: probability that an input feature of an adapted layer is dropped in training, in [0, 1)
-    target_modules: names of the adapted linear layers; "all-linear" is resolved to every one
-    rank_pattern, alpha_pattern: other values for modules whose full name matches the key, as PEFT matches it
+    dropout: probability that an input feature of an adapted layer is dropped in training
+    target_modules: names of the adapted linear layers; "all-linear" stands for every one
+    use_rslora: scale by alpha/sqrt(r)
+    rank_pattern: other ranks for modules whose full name matches the key, as PEFT matches it
+    alpha_pattern: other alphas for modules whose full name matches the key
     """
 
     rank: int = 16
@@ -42,16 +44,28 @@ class JobSpec:
     """Everything that decides the result of a fine-tune.
 
     model: catalogue name of the base model
-    training_file, validation_file: file ids
-    suffix: goes into the name of the adapter; adapter_name: the whole name, instead
-    n_epochs: passes over the kept rows; max_steps ends earlier (0: no bound)
+    training_file: file id of the rows to train on
+    validation_file: file id of rows that are only scored
+    suffix: goes into the name of the adapter
+    adapter_name: the whole name of the adapter, instead of a suffix
+    n_epochs: passes over the kept rows
+    max_steps: ends the job after this many optimizer steps; 0 sets no bound
     batch_size: rows per optimizer step
     learning_rate: peak value, AdamW
-    lr_schedule: shape after `warmup_steps`; warmup_steps counts optimizer steps
+    lr_schedule: shape of the learning rate after the warm-up
+    warmup_steps: optimizer steps over which the learning rate rises from 0
+    weight_decay: AdamW's decoupled decay
+    adam_beta1: decay of AdamW's first moment
+    adam_beta2: decay of AdamW's second moment
+    adam_epsilon: AdamW's term in the denominator
+    max_grad_norm: gradients of an adapter are scaled down to this norm
     seq_len: rows longer than this many tokens are treated as `overlong` says
+    overlong: leave rows that are too long out, or refuse the file
     train_on: whose tokens carry loss in chat rows: every assistant message, the last one, or every token
-    min_kept: least share of rows that must be kept for the job to run, in [0, 1]
+    min_kept: least share of rows that must be kept for the job to run
+    seed: of the adapter's first values, the order of rows and dropout
     checkpoint_steps: optimizer steps between checkpoints
+    lora: the update that is trained
     """
 
     model: str

@@ -1,0 +1,231 @@
+"""Job specs from mappings and files; every problem of an input is told at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tunerack.errors import Invalid, Problem
+from tunerack.spec.fields import LORA_ALIASES, Field, job_fields, lora_fields
+from tunerack.spec.job import AUTO, LINEAR_MODULES, JobSpec, LoraSpec
+from tunerack.spec.names import SUFFIX, name_problem
+
+
+def job_from_json(mapping: Mapping[str, Any]) -> JobSpec:
+    """The spec that `JobSpec.to_json` printed, or one written by hand.
+
+    Raises Invalid with one Problem per wrong field, `where` its dotted name (`lora.rank`), `param` the first of them.
+    """
+    return parse_job(mapping)
+
+
+def job_from_file(path: Path) -> JobSpec:
+    """A job file in YAML or JSON. Raises Invalid; each `where` reads `job.yaml:3: lora.rank`."""
+    mapping, lines = load_job_file(path)
+    return parse_job(mapping, lambda field: f"{path.name}:{line_of(lines, field)}: {field}")
+
+
+def parse_job(mapping: Any, place: Callable[[str], str] = str) -> JobSpec:
+    """Check every field of `mapping`; `place` turns a dotted field into the `where` of its problem."""
+    if not isinstance(mapping, Mapping):
+        raise Invalid(f"a job is a mapping of fields, not {_kind_of(mapping)}")
+    found: list[Problem] = []
+    values = _parse_fields(mapping, job_fields(), {}, "", found)
+    if "lora" in mapping:
+        lora = mapping["lora"]
+        if isinstance(lora, Mapping):
+            values["lora"] = LoraSpec(**_parse_fields(lora, lora_fields(), LORA_ALIASES, "lora.", found))
+        else:
+            found.append(Problem(f"{_show(lora)} is not a mapping", "lora", "for example {rank: 16, alpha: 32}"))
+    found += _name_problems(values)
+    if found:
+        first = found[0].where
+        raise Invalid([Problem(p.message, place(p.where or ""), p.hint) for p in found], param=first)
+    return JobSpec(**values)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """A hint with the closest known word, or None when nothing is close."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else None
+
+
+def _parse_fields(
+    mapping: Mapping[str, Any],
+    known: Mapping[str, Field],
+    aliases: Mapping[str, str],
+    prefix: str,
+    found: list[Problem],
+) -> dict[str, Any]:
+    """Values of the fields that are given and right; problems of the others are added to `found`."""
+    values: dict[str, Any] = {}
+    seen: dict[str, str] = {}
+    for key, value in mapping.items():
+        name = aliases.get(key, key) if isinstance(key, str) else key
+        if name not in known:
+            hint = did_you_mean(str(key), [*known, *aliases]) or "known fields: " + ", ".join(known)
+            found.append(Problem("unknown field", f"{prefix}{key}", hint))
+        elif name in seen:
+            found.append(Problem(f"given twice, as {seen[name]} and as {key}", f"{prefix}{key}", "keep one of them"))
+        elif known[name].kind != "lora":
+            seen[name] = key
+            parsed, problem = parse_value(known[name], value)
+            if problem is None:
+                values[name] = parsed
+            else:
+                found.append(Problem(problem.message, f"{prefix}{key}", problem.hint))
+    for name, field in known.items():
+        if field.required and name not in mapping:
+            found.append(Problem("missing", f"{prefix}{name}", field.doc))
+    return values
+
+
+def parse_value(field: Field, value: Any) -> tuple[Any, Problem | None]:
+    """The value as the spec holds it, or why it can't be."""
+    if value is None and field.optional:
+        return None, None
+    if field.auto and value == AUTO:
+        return AUTO, None
+    if field.kind in ("int", "float"):
+        number = _number(value, whole=field.kind == "int")
+        if number is None or (field.range is not None and not field.range.holds(number)):
+            return None, Problem(f"{_show(value)} is not {field.accepts}")
+        return number, None
+    if field.kind == "bool":
+        return (value, None) if isinstance(value, bool) else (None, Problem(f"{_show(value)} is not true or false"))
+    if field.kind == "str":
+        if not isinstance(value, str) or not value.strip():
+            return None, Problem(f"{_show(value)} is not {field.accepts}")
+        if field.choices and value not in field.choices:
+            return None, Problem(f"{_show(value)} is not {field.accepts}", hint=did_you_mean(value, field.choices))
+        return value, None
+    if field.kind == "names":
+        return _module_names(value)
+    return _pattern(field, value)
+
+
+def _number(value: Any, *, whole: bool) -> int | float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    if not whole:
+        return float(value)
+    return int(value) if value == int(value) else None
+
+
+def _module_names(value: Any) -> tuple[Any, Problem | None]:
+    if value == "all-linear":
+        return LINEAR_MODULES, None
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
+        return None, Problem(f"{_show(value)} is not a list of layer names", hint='or write "all-linear"')
+    unknown = [name for name in value if name not in LINEAR_MODULES]
+    if unknown:
+        hint = did_you_mean(unknown[0], LINEAR_MODULES) or "known layers: " + ", ".join(LINEAR_MODULES)
+        return None, Problem(f"no such linear layer: {', '.join(unknown)}", hint=hint)
+    if len(set(value)) < len(value):
+        return None, Problem("a layer is named twice", hint="keep one of them")
+    return tuple(value), None
+
+
+def _pattern(field: Field, value: Any) -> tuple[Any, Problem | None]:
+    if not isinstance(value, Mapping):
+        return None, Problem(f"{_show(value)} is not {field.accepts}")
+    parsed: dict[str, int | float] = {}
+    for key, entry in value.items():
+        number = _number(entry, whole=field.kind == "int_map")
+        if not isinstance(key, str) or not key:
+            return None, Problem(f"{_show(key)} is not the name of a module")
+        try:
+            re.compile(key)
+        except re.error as error:
+            return None, Problem(f"{key!r} is not a regular expression: {error}")
+        if number is None or (field.range is not None and not field.range.holds(number)):
+            return None, Problem(f"{key}: {_show(entry)} is not a number {field.range}")
+        parsed[key] = number
+    return parsed, None
+
+
+def _name_problems(values: Mapping[str, Any]) -> list[Problem]:
+    found = []
+    suffix, name = values.get("suffix"), values.get("adapter_name")
+    if suffix is not None and not SUFFIX.fullmatch(suffix):
+        found.append(Problem(f"{suffix!r} is not a suffix", "suffix", "up to 64 letters, digits and . _ -"))
+    if name is not None:
+        problem = name_problem(name)
+        if problem is not None:
+            found.append(Problem(problem.message, "adapter_name", problem.hint))
+        if suffix is not None:
+            found.append(Problem("can't stand beside suffix", "adapter_name", "keep one of them"))
+    return found
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _kind_of(value: Any) -> str:
+    return {list: "a list", str: "text", type(None): "empty"}.get(type(value), f"a {type(value).__name__}")
+
+
+class _JobLoader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number, as people mean it (YAML 1.1 asks for a dot)."""
+
+
+_JobLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)
+
+
+def load_job_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping in a YAML or JSON file, and the line of each dotted field. Raises Invalid (`job.yaml:7: ...`)."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise Invalid(f"can't be read: {error.strerror}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise Invalid("is not UTF-8 text", where=str(path)) from error
+    loader = _JobLoader(text)
+    try:
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise Invalid("a job file is a mapping of fields", where=path.name, hint="for example: model: smollm2-135m")
+        lines: dict[str, int] = {}
+        repeated = _note_lines(node, "", lines)
+        if repeated:
+            raise Invalid([Problem("given twice", f"{path.name}:{line}: {field}") for field, line in repeated])
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path.name}:{mark.line + 1}" if mark else path.name
+        raise Invalid(f"not valid YAML or JSON: {error.problem}", where=where) from error
+    except yaml.YAMLError as error:
+        raise Invalid(f"not valid YAML or JSON: {error}", where=path.name) from error
+    finally:
+        loader.dispose()
+
+
+def line_of(lines: Mapping[str, int], field: str) -> int:
+    """Line of a dotted field, or of the nearest field around it; 1 for a field that is missing."""
+    while field:
+        if field in lines:
+            return lines[field]
+        field = field.rpartition(".")[0]
+    return 1
+
+
+def _note_lines(node: yaml.MappingNode, prefix: str, lines: dict[str, int]) -> list[tuple[str, int]]:
+    repeated = []
+    for key, value in node.value:
+        field, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if field in lines:
+            repeated.append((field, line))
+        lines[field] = line
+        if isinstance(value, yaml.MappingNode):
+            repeated += _note_lines(value, f"{field}.", lines)
+    return repeated
