@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tunerack.errors import Invalid
+from tunerack.errors import Invalid, Problem
 from tunerack.spec.job import JobSpec
 from tunerack.spec.parse import parse_job
 
