@@ -1,0 +1,98 @@
+"""Adapters on disk, in PEFT's format: read through the gate, written so that a crash leaves no half file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from tunerack.errors import Invalid, Problem
+from tunerack.methods.gate import BaseIdentity, check_adapter
+from tunerack.methods.identity import (
+    BASE_FINGERPRINT_KEY,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_version,
+    read_config,
+    read_index,
+)
+from tunerack.methods.lora import LoraConfig, ModuleLora, read_peft_config
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """An adapter that passed the gate: per full module name its rank and scale, A [rank, in] and B [out, rank]."""
+
+    version: str
+    config: LoraConfig
+    modules: Mapping[str, ModuleLora]
+    a: Mapping[str, Tensor]
+    b: Mapping[str, Tensor]
+
+    @property
+    def parameters(self) -> int:
+        return sum(t.numel() for t in (*self.a.values(), *self.b.values()))
+
+
+def tensor_name(module: str, side: str) -> str:
+    """PEFT's name of one tensor; side is "A" or "B"."""
+    return f"base_model.model.{module}.lora_{side}.weight"
+
+
+def read_adapter(directory: Path, base: BaseIdentity, dtype: torch.dtype = torch.float32) -> AdapterWeights:
+    """Load an adapter folder; raises Invalid with every reason why it would not be applied in full."""
+    config = read_peft_config(read_config(directory))
+    index = read_index(directory)
+    modules = check_adapter(config, index, base)
+    tensors: dict[str, Tensor] = {}
+    problems: list[Problem] = []
+    try:
+        with safe_open(directory / WEIGHTS_FILE, framework="pt", device="cpu") as file:
+            for name in sorted(index.tensors):
+                tensor = file.get_tensor(name).to(dtype)
+                if not bool(torch.isfinite(tensor).all()):
+                    problems.append(Problem(f"{name} holds values that are not finite", WEIGHTS_FILE))
+                tensors[name.removeprefix("base_model.model.").replace(".default.", ".")] = tensor
+    except SafetensorError as error:
+        raise Invalid(f"can't be read: {error}", where=WEIGHTS_FILE, code="adapter_refused") from None
+    if problems:
+        raise Invalid(problems, code="adapter_refused")
+    return AdapterWeights(
+        version=adapter_version(directory),
+        config=config,
+        modules=modules,
+        a={module: tensors[f"{module}.lora_A.weight"] for module in modules},
+        b={module: tensors[f"{module}.lora_B.weight"] for module in modules},
+    )
+
+
+def write_adapter(directory: Path, config: LoraConfig, tensors: Mapping[str, Tensor], base_fingerprint: str) -> None:
+    """Write both files of an adapter into an existing folder and flush them to disk."""
+    metadata = {"format": "pt", BASE_FINGERPRINT_KEY: base_fingerprint}
+    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    write_flushed(directory / WEIGHTS_FILE, save(plain, metadata))
+    write_flushed(directory / CONFIG_FILE, json.dumps(config.to_peft(), indent=2).encode())
+
+
+def write_flushed(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush_folder(directory: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,144 @@
+"""The adaptable linear layer: one frozen product for all rows, and each row's own adapter beside it.
+
+Projections that read the same input (q, k, v; gate, up) are one group with one fused weight. The same layer trains and
+serves: what differs is the route, which says for each range of rows which update applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One named linear layer inside a group: its full name and its columns of the fused output."""
+
+    module: str
+    begin: int
+    end: int
+
+
+class Route(Protocol):
+    """Decides what is added to the base product of one group; x [tokens, in], result [tokens, out]."""
+
+    def apply(self, group: AdaptableLinear, x: Tensor) -> Tensor: ...
+
+
+class AdaptableLinear:
+    """A frozen fused weight [out, in] with optional bias [out], for the projections of one group."""
+
+    def __init__(self, index: int, projections: Sequence[Projection], weight: Tensor, bias: Tensor | None) -> None:
+        self.index = index
+        self.projections = tuple(projections)
+        self.weight = weight
+        self.bias = bias
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tensor, route: Route | None) -> Tensor:
+        return self.base(x) if route is None else route.apply(self, x)
+
+    def base(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One adapter's update of one group for one range of rows, in a training pass.
+
+    a: [sum of ranks, in], the A of each adapted projection one below the other
+    parts: per adapted projection: its columns, its rows of `a`, the scale and B [out, rank]
+    masks: per part, bool [rows, in], the kept features; the factor 1/(1-p) is in the scale. None without dropout
+    """
+
+    begin: int
+    end: int
+    a: Tensor
+    parts: tuple[UpdatePart, ...]
+    masks: tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True)
+class UpdatePart:
+    begin: int
+    end: int
+    rank_begin: int
+    rank_end: int
+    scale: float
+    b: Tensor
+
+
+class TrainedLinear(torch.autograd.Function):
+    """Forward and backward of a group with one update per range of rows.
+
+    The parameters are passed flat (each update's A, then its Bs) so that autograd gives each its own gradient; the base
+    weight has none. With dropout mask M: y += s · ((M∘x)·Aᵀ)·Bᵀ, so dA = s·(dy·B)ᵀ·(M∘x) and dx += M∘(s·(dy·B)·A).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, updates: tuple[Update, ...], *parameters: Tensor
+    ) -> Tensor:
+        y = torch.nn.functional.linear(x, weight, bias)
+        inner: list[Tensor] = []
+        for update in updates:
+            rows = x[update.begin : update.end]
+            if update.masks is None:
+                h = rows @ update.a.T
+            else:
+                h = torch.empty(len(rows), len(update.a), dtype=x.dtype, device=x.device)
+                for part, mask in zip(update.parts, update.masks, strict=True):
+                    ranks = slice(part.rank_begin, part.rank_end)
+                    torch.mm(rows * mask, update.a[ranks].T, out=h[:, ranks])
+            for part in update.parts:
+                target = y[update.begin : update.end, part.begin : part.end]
+                target.addmm_(h[:, part.rank_begin : part.rank_end], part.b.T, alpha=part.scale)
+            inner.append(h)
+        ctx.updates = updates
+        ctx.save_for_backward(x, weight, *inner)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *inner = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        parameter_grads: list[Tensor] = []
+        for update, h in zip(ctx.updates, inner, strict=True):
+            rows, rows_grad = x[update.begin : update.end], grad[update.begin : update.end]
+            grad_h = torch.empty_like(h)
+            b_grads = []
+            for part in update.parts:
+                out_grad = rows_grad[:, part.begin : part.end]
+                ranks = slice(part.rank_begin, part.rank_end)
+                torch.mm(out_grad, part.b, out=grad_h[:, ranks]).mul_(part.scale)
+                b_grads.append(torch.mm(out_grad.T, h[:, ranks]).mul_(part.scale))
+            target = None if grad_x is None else grad_x[update.begin : update.end]
+            parameter_grads += [_through_a(update, rows, grad_h, target), *b_grads]
+        ctx.updates = None
+        return grad_x, None, None, None, *parameter_grads
+
+
+def _through_a(update: Update, rows: Tensor, grad_h: Tensor, grad_rows: Tensor | None) -> Tensor:
+    """The gradient of A; adds the path through A to `grad_rows` in place."""
+    if update.masks is None:
+        if grad_rows is not None:
+            grad_rows.addmm_(grad_h, update.a)
+        return grad_h.T @ rows
+    grad_a = torch.empty_like(update.a)
+    for part, mask in zip(update.parts, update.masks, strict=True):
+        ranks = slice(part.rank_begin, part.rank_end)
+        torch.mm(grad_h[:, ranks].T, rows * mask, out=grad_a[ranks])
+        if grad_rows is not None:
+            grad_rows.addcmul_(grad_h[:, ranks] @ update.a[ranks], mask)
+    return grad_a

@@ -1,0 +1,181 @@
+"""One fine-tuning job inside the engine: its adapter, data, optimizer, progress and history."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tunerack.data.dataset import Dataset, Example
+from tunerack.data.order import EpochOrder
+from tunerack.engine.training.parameters import AdapterParameters
+from tunerack.engine.training.rate import learning_rate
+from tunerack.engine.training.route import Document
+from tunerack.spec.job import JobSpec
+
+State = Literal["preparing", "running", "succeeded", "failed", "cancelled"]
+LIVE: tuple[State, ...] = ("preparing", "running")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a job; seq counts from 1."""
+
+    seq: int
+    created_at: float
+    level: Literal["info", "warn", "error"]
+    type: Literal["message", "metrics"]
+    message: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job ended without an adapter."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    trained_tokens: int
+
+
+class History:
+    """The events of a job, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add(
+        self,
+        message: str,
+        *,
+        level: Literal["info", "warn", "error"] = "info",
+        type: Literal["message", "metrics"] = "message",
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.events.append(Event(len(self.events) + 1, time.time(), level, type, message, dict(data or {})))
+
+
+class TrainingJob:
+    """State of a job between optimizer steps; everything that decides its future is in `spec` and `state_tensors`.
+
+    step: optimizer steps done; the batch of step n depends on the seed and n alone
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: JobSpec,
+        dataset: Dataset,
+        validation: Dataset | None,
+        parameters: AdapterParameters,
+        directory: Path,
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.dataset = dataset
+        self.validation = validation
+        self.parameters = parameters
+        self.directory = directory
+        self.order = EpochOrder(len(dataset.examples), spec.seed)
+        self.batch_size = int(spec.batch_size)
+        self.steps_per_epoch = self.order.steps_per_epoch(self.batch_size)
+        steps = self.steps_per_epoch * int(spec.n_epochs)
+        self.total_steps = min(steps, spec.max_steps) if spec.max_steps else steps
+        self.step = 0
+        self.trained_tokens = 0
+        self.metrics: dict[str, float] = {}
+        self.optimizer = torch.optim.AdamW(
+            [self._optimized()],
+            lr=0.0,
+            betas=(spec.adam_beta1, spec.adam_beta2),
+            eps=spec.adam_epsilon,
+            weight_decay=spec.weight_decay,
+            fused=True,
+        )
+
+    def _optimized(self) -> torch.nn.Parameter:
+        flat = torch.nn.Parameter(self.parameters.values)
+        flat.grad = self.parameters.gradients
+        return flat
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self.total_steps
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are complete."""
+        return self.step // self.steps_per_epoch
+
+    def documents(self) -> tuple[Document, ...]:
+        """The rows of the next optimizer step."""
+        _, indices = self.order.batch(self.step, self.batch_size)
+        examples = self.dataset.examples
+        return tuple(Document.of(row, examples[i].ids, examples[i].weights) for row, i in enumerate(indices))
+
+    def validation_documents(self) -> tuple[Document, ...]:
+        rows: tuple[Example, ...] = self.validation.examples if self.validation else ()
+        return tuple(Document.of(row, e.ids, e.weights) for row, e in enumerate(rows))
+
+    def tokens_left(self) -> int:
+        """Tokens of the steps that are still to do."""
+        done_in_epoch = self.step % self.steps_per_epoch
+        per_epoch = self.dataset.tokens
+        steps = self.total_steps - self.step
+        return round(per_epoch * steps / self.steps_per_epoch) if done_in_epoch >= 0 else 0
+
+    def apply_gradients(self, weighted_loss: float, denominator: float, tokens: int) -> StepResult | Failure:
+        """Clip, update the weights and count the step; a loss or gradient that is not finite changes nothing."""
+        gradients = self.parameters.gradients
+        norm = float(gradients.norm())
+        loss = weighted_loss / denominator
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            gradients.zero_()
+            return Failure(
+                "non_finite_loss",
+                f"the loss is {loss} and the gradient norm {norm} at step {self.step + 1}; "
+                "try a lower learning rate; the last checkpoint is kept",
+            )
+        if self.spec.max_grad_norm > 0 and norm > self.spec.max_grad_norm:
+            gradients.mul_(self.spec.max_grad_norm / norm)
+        rate = learning_rate(
+            self.step,
+            peak=float(self.spec.learning_rate),
+            total_steps=self.total_steps,
+            warmup_steps=int(self.spec.warmup_steps),
+            schedule=self.spec.lr_schedule,
+        )
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
+        gradients.zero_()
+        self.step += 1
+        self.trained_tokens += tokens
+        self.metrics = {"train_loss": loss, "learning_rate": rate, "gradient_norm": norm}
+        return StepResult(loss, norm, rate, tokens)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Optimizer state by name."""
+        state = self.optimizer.state[self.optimizer.param_groups[0]["params"][0]]
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def load_state(self, weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
+        self.parameters.load(weights)
+        self.parameters.gradients.zero_()
+        parameter = self.optimizer.param_groups[0]["params"][0]
+        if optimizer:
+            self.optimizer.state[parameter] = {name: value.clone() for name, value in optimizer.items()}

@@ -1,0 +1,184 @@
+"""What is known of a job from outside: its request, its progress, its events, its result."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tunerack.data.dataset import Dataset, prepare
+from tunerack.engine.adapter_file import write_flushed
+from tunerack.engine.base import BaseModel
+from tunerack.engine.training.checkpoint import Checkpoint, list_checkpoints
+from tunerack.engine.training.job import LIVE, Failure, History, State, StepResult, TrainingJob
+from tunerack.engine.training.parameters import AdapterParameters
+from tunerack.errors import Invalid
+from tunerack.estimate.plan import resolve
+from tunerack.methods.lora import LoraConfig
+from tunerack.spec.job import JobSpec
+
+_WINDOW_STEPS = 20
+_BEGIN_FILE = "begin.json"
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A job as control sends it; lease: which assignment this is."""
+
+    job_id: str
+    lease: str
+    spec: JobSpec
+    training_path: Path
+    validation_path: Path | None
+    directory: Path
+
+
+class JobRecord:
+    """Progress of one job; written by the engine's thread, read by others."""
+
+    def __init__(self, request: JobRequest) -> None:
+        self.request = request
+        self.state: State = "preparing"
+        self.cancel_requested = False
+        self.history = History()
+        self.spec = request.spec
+        self.report: Mapping[str, Any] | None = None
+        self.step = 0
+        self.total_steps = 0
+        self.epoch = 0
+        self.trained_tokens = 0
+        self.failure: Failure | None = None
+        self.adapter: Mapping[str, str] | None = None
+        self.checkpoints: list[Checkpoint] = list_checkpoints(request.directory)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
+
+    @property
+    def live(self) -> bool:
+        return self.state in LIVE
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of this job per second of all joint work, over the last steps."""
+        seconds = sum(s for s, _ in self._recent)
+        return sum(tokens for _, tokens in self._recent) / seconds if seconds else 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that the steps left will take at the pace of the last ones."""
+        if not self._recent or not self.live:
+            return None
+        return (self.total_steps - self.step) * sum(s for s, _ in self._recent) / len(self._recent)
+
+    def start(self, job: TrainingJob) -> None:
+        self.spec, self.total_steps, self.state = job.spec, job.total_steps, "running"
+        self._copy(job)
+
+    def count_step(self, job: TrainingJob, result: StepResult, seconds: float, share: float) -> None:
+        """`share` of the joint step's tokens were this job's."""
+        self._recent.append((seconds, result.trained_tokens))
+        self._copy(job)
+        data = {
+            "step": job.step,
+            "train_loss": result.loss,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.gradient_norm,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "trained_tokens": job.trained_tokens,
+            "eta_s": self.eta_s,
+            "share": round(share, 3),
+        }
+        message = f"step {job.step}/{job.total_steps}: training loss {result.loss:.4f}"
+        self.history.add(message, type="metrics", data=data)
+
+    def evaluated(self, job: TrainingJob, loss: float) -> None:
+        data = {"step": job.step, "valid_loss": loss}
+        self.history.add(f"step {job.step}: validation loss {loss:.4f}", type="metrics", data=data)
+
+    def saved(self, checkpoint: Checkpoint) -> None:
+        kept = [c for c in self.checkpoints if c.step != checkpoint.step and c.path.exists()]
+        self.checkpoints = [checkpoint, *kept]
+
+    def succeed(self, job: TrainingJob, path: Path, version: str) -> None:
+        self._copy(job)
+        self.adapter = {"path": str(path), "version": version}
+        self.state = "succeeded"
+        self.history.add(f"done after {job.step} steps; adapter {version[:19]}")
+
+    def fail(self, failure: Failure) -> None:
+        self.failure, self.state = failure, "failed"
+        self.history.add(failure.message, level="error")
+
+    def cancelled(self) -> None:
+        self.state = "cancelled"
+        self.history.add(f"cancelled after {self.step} steps")
+
+    def _copy(self, job: TrainingJob) -> None:
+        self.step, self.epoch, self.trained_tokens = job.step, job.epoch, job.trained_tokens
+
+    def to_json(self, after: int = 0) -> dict[str, Any]:
+        """The status that control reads; events with seq > after only."""
+        return {
+            "job_id": self.request.job_id,
+            "lease": self.request.lease,
+            "state": self.state,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "epoch": self.epoch,
+            "trained_tokens": self.trained_tokens,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "eta_s": self.eta_s,
+            "spec": self.spec.to_json(),
+            "report": self.report,
+            "error": asdict(self.failure) if self.failure else None,
+            "adapter": self.adapter,
+            "events": [asdict(event) for event in self.history.events[after:]],
+            "checkpoints": [c.to_json() for c in self.checkpoints if c.path.exists()],
+        }
+
+
+def build_job(request: JobRequest, base: BaseModel, record: JobRecord) -> TrainingJob:
+    """Prepare the data and a fresh adapter; raises Invalid with all that is wrong with the data."""
+    now = _begin(request.directory)
+    dataset, validation, spec = prepare_data(
+        request.spec, request.training_path, request.validation_path, base, now=now
+    )
+    record.report = dataset.report.to_json()
+    record.history.add(f"{dataset.report.rows_kept} of {dataset.report.rows_in} rows kept")
+    config = LoraConfig.from_spec(spec.lora, base_model=base.adapter_base_name)
+    parameters = AdapterParameters(config, base.decoder.groups(), seed=spec.seed)
+    return TrainingJob(request.job_id, spec, dataset, validation, parameters, request.directory)
+
+
+def prepare_data(
+    spec: JobSpec, training: Path, validation: Path | None, base: BaseModel, *, now: datetime
+) -> tuple[Dataset, Dataset | None, JobSpec]:
+    """Both files as tokens, and the spec with every "auto" resolved; raises Invalid."""
+    dataset = prepare(training, base.tokenizer, spec, base.max_model_len, name=spec.training_file, now=now)
+    held_out = None
+    if validation is not None:
+        try:
+            held_out = prepare(
+                validation, base.tokenizer, spec, base.max_model_len, name=str(spec.validation_file), now=now
+            )
+        except Invalid as error:
+            raise Invalid(error.problems, code="invalid_validation_file", param="validation_file") from None
+    lengths = [len(example.ids) for example in dataset.examples]
+    trained = [example.trained_tokens for example in dataset.examples]
+    resolved = resolve(spec, lengths=lengths, trained=trained, max_model_len=base.max_model_len)
+    return dataset, held_out, resolved
+
+
+def _begin(directory: Path) -> datetime:
+    """When the job first began: templates that write the date must give the same text after a restart."""
+    path = directory / _BEGIN_FILE
+    if not path.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".partial")
+        write_flushed(aside, json.dumps({"began_at": time.time()}).encode())
+        aside.rename(path)
+    return datetime.fromtimestamp(json.loads(path.read_text())["began_at"], UTC)

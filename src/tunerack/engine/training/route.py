@@ -1,0 +1,92 @@
+"""The route of a training pass: each job's rows go through that job's adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tunerack.engine.linear import AdaptableLinear, TrainedLinear, Update, UpdatePart
+from tunerack.engine.training.dropout import keep_mask
+from tunerack.engine.training.parameters import AdaptedGroup, AdapterParameters
+
+
+@dataclass(frozen=True)
+class Document:
+    """One row of a job in one optimizer step.
+
+    row: position in the step's batch; targets[i] is the token after tokens[i], weights[i] the weight of its loss.
+    Tokens after the last weighted target are left out: nothing depends on them.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, row: int, ids: Sequence[int], weights: Sequence[float]) -> Document:
+        last = max(i for i, weight in enumerate(weights) if weight)
+        return cls(row, tuple(ids[:last]), tuple(ids[1 : last + 1]), tuple(weights[1 : last + 1]))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The documents of one job in a micro-batch, which lie in rows [begin, end).
+
+    dropout is 0 outside training.
+    """
+
+    parameters: AdapterParameters
+    documents: tuple[Document, ...]
+    begin: int
+    end: int
+    seed: int
+    step: int
+    dropout: float
+
+
+class TrainingRoute:
+    """Applies to each segment the adapter of its job; every row has one."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+
+    def apply(self, group: AdaptableLinear, x: Tensor) -> Tensor:
+        updates, parameters = [], []
+        for segment in self.segments:
+            adapted = segment.parameters.groups.get(group.index)
+            if adapted is not None:
+                updates.append(_update(segment, adapted, group))
+                parameters += [adapted.a, *(p.b for p in adapted.projections)]
+        if not updates:
+            return group.base(x)
+        return TrainedLinear.apply(x, group.weight, group.bias, tuple(updates), *parameters)
+
+
+def _update(segment: Segment, adapted: AdaptedGroup, group: AdaptableLinear) -> Update:
+    masks = None
+    if segment.dropout > 0:
+        masks = tuple(_mask(segment, p.layer, group) for p in adapted.projections)
+    kept = 1 - segment.dropout
+    parts = tuple(
+        UpdatePart(p.begin, p.end, p.rank_begin, p.rank_end, p.scale / kept, p.b) for p in adapted.projections
+    )
+    return Update(segment.begin, segment.end, adapted.a, parts, masks)
+
+
+def _mask(segment: Segment, layer: int, group: AdaptableLinear) -> Tensor:
+    masks = [
+        keep_mask(
+            seed=segment.seed,
+            step=segment.step,
+            row=document.row,
+            layer=layer,
+            shape=(len(document.tokens), group.in_features),
+            p=segment.dropout,
+        )
+        for document in segment.documents
+    ]
+    return torch.cat(masks).to(group.weight.device)

@@ -1,0 +1,279 @@
+"""All training jobs of an engine, step by step together.
+
+A joint step is one optimizer step of every job: their documents are packed into shared micro-batches, and each job
+updates its own weights at the border between two joint steps. Jobs join and leave at borders only, and every
+membership change is a checkpoint of all, so that a restarted group meets again in the same passes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tunerack.engine.base import BaseModel
+from tunerack.engine.training.checkpoint import Checkpoint, choose, list_checkpoints, restore, write_checkpoint
+from tunerack.engine.training.job import Failure, TrainingJob
+from tunerack.engine.training.microbatch import MicroBatch, pack, run_pass
+from tunerack.engine.training.record import JobRecord, JobRequest, build_job
+from tunerack.errors import TunerackError
+
+ADAPTER_FOLDER = "adapter"
+_RATE_WINDOW_STEPS = 20
+
+
+@dataclass
+class _Sums:
+    """Per job, over the passes of one joint step or evaluation."""
+
+    loss: dict[str, float]
+    denominator: dict[str, float]
+    tokens: dict[str, int]
+
+    @classmethod
+    def of(cls, documents: Mapping[str, Sequence[object]]) -> _Sums:
+        zero = dict.fromkeys(documents, 0.0)
+        return cls(dict(zero), dict(zero), dict.fromkeys(documents, 0))
+
+
+class Trainer:
+    """Runs in the engine's thread; `submit`, `cancel`, `record` and `save_all` may be called from others."""
+
+    def __init__(self, base: BaseModel, *, micro_batch_tokens: int) -> None:
+        self.base = base
+        self.micro_batch_tokens = micro_batch_tokens
+        self.records: dict[str, JobRecord] = {}
+        self._jobs: dict[str, TrainingJob] = {}
+        self._arrivals: deque[list[JobRequest]] = deque()
+        self._lock = threading.RLock()
+        self._membership_changed = False
+        self._steps_since_checkpoint = 0
+        self._work = self._run()
+
+    # -- from any thread ---------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[JobRequest]) -> list[JobRecord]:
+        """Take jobs in; those of one call start together. A job that is already known is left alone."""
+        with self._lock:
+            new = [r for r in requests if r.job_id not in self.records]
+            for request in new:
+                self.records[request.job_id] = JobRecord(request)
+            if new:
+                self._arrivals.append(new)
+            return [self.records[r.job_id] for r in requests]
+
+    def cancel(self, job_id: str) -> JobRecord | None:
+        """Ask a job to end at the next border."""
+        record = self.records.get(job_id)
+        if record is not None:
+            record.cancel_requested = True
+        return record
+
+    def forget(self, job_id: str) -> bool:
+        """Drop the record of a job that has ended."""
+        with self._lock:
+            record = self.records.get(job_id)
+            if record is None or record.live:
+                return False
+            del self.records[job_id]
+            return True
+
+    def save_all(self) -> None:
+        """Checkpoint every job as it stood at the last border, even while a pass is being computed."""
+        with self._lock:
+            self._checkpoint_all()
+
+    # -- in the engine's thread ----------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs or self._arrivals)
+
+    def advance(self) -> None:
+        """One unit of work: preparing one job, one pass, or one border."""
+        next(self._work)
+
+    def _run(self) -> Iterator[None]:
+        while True:
+            yield from self._admit()
+            self._remove_cancelled()
+            if self._membership_changed:
+                self._at_border(self._checkpoint_all)
+                self._membership_changed = False
+            if not self._jobs:
+                yield
+                continue
+            yield from self._joint_step()
+            yield from self._evaluate()
+            self._at_border(self._finish_done)
+
+    def _admit(self) -> Iterator[None]:
+        while self._arrivals:
+            with self._lock:
+                requests = self._arrivals.popleft()
+            built: dict[str, TrainingJob] = {}
+            for request in requests:
+                record = self.records[request.job_id]
+                try:
+                    built[request.job_id] = build_job(request, self.base, record)
+                except TunerackError as error:
+                    code = error.code or "internal_error"
+                    self._fail(request.job_id, Failure(code, str(error), error.param))
+                except Exception as error:
+                    self._fail(request.job_id, Failure("internal_error", f"{type(error).__name__}: {error}"))
+                yield
+            checkpoints = choose({name: job.directory for name, job in built.items()})
+            for name, job in built.items():
+                self._start(job, checkpoints[name])
+            yield
+
+    def _start(self, job: TrainingJob, checkpoint: Checkpoint | None) -> None:
+        record = self.records[job.name]
+        if checkpoint is not None:
+            if checkpoint.data_digest != job.dataset.digest:
+                message = "the training rows are no longer the ones this job began with; submit a new job"
+                self._fail(job.name, Failure("invalid_training_file", message, "training_file"))
+                return
+            restore(job, checkpoint)
+            record.history.add(f"resumed from the checkpoint of step {job.step}")
+        else:
+            count = job.parameters.values.numel()
+            record.history.add(f"training {count:,} parameters for {job.total_steps} steps")
+        self._jobs = dict(sorted({**self._jobs, job.name: job}.items()))
+        record.start(job)
+        self._membership_changed = True
+
+    def _joint_step(self) -> Iterator[None]:
+        documents = {name: job.documents() for name, job in self._jobs.items()}
+        started = time.monotonic()
+        sums = _Sums.of(documents)
+        for name, rows in documents.items():
+            sums.denominator[name] = sum(sum(d.weights) for d in rows)
+        try:
+            for batch in pack(documents, self.micro_batch_tokens):
+                self._pass(batch, sums, training=True)
+                yield
+        except (RuntimeError, MemoryError) as error:
+            yield from self._step_one_by_one(error)
+            return
+        seconds = time.monotonic() - started
+        self._at_border(lambda: self._apply(sums, seconds))
+
+    def _step_one_by_one(self, error: BaseException) -> Iterator[None]:
+        """After a pass that raised: every job alone, so that only the one at fault fails."""
+        for job in self._jobs.values():
+            job.parameters.gradients.zero_()
+        if len(self._jobs) == 1:
+            self._at_border(lambda: self._drop(next(iter(self._jobs)), _failure_of(error)))
+            return
+        together = self._jobs
+        for name, job in list(together.items()):
+            self._jobs = {name: job}
+            yield from self._joint_step()
+            if name not in self._jobs:
+                del together[name]
+        self._jobs = together
+
+    def _pass(self, batch: MicroBatch, sums: _Sums, *, training: bool) -> None:
+        result = run_pass(self.base.decoder, batch, self._jobs, denominators=sums.denominator, training=training)
+        for name, loss in result.weighted_loss.items():
+            sums.loss[name] += loss
+            sums.tokens[name] += result.tokens[name]
+
+    def _apply(self, sums: _Sums, seconds: float) -> None:
+        total = sum(sums.tokens.values())
+        for name, job in list(self._jobs.items()):
+            result = job.apply_gradients(sums.loss[name], sums.denominator[name], sums.tokens[name])
+            if isinstance(result, Failure):
+                self._drop(name, result)
+                continue
+            self.records[name].count_step(job, result, seconds, share=sums.tokens[name] / max(1, total))
+        self._steps_since_checkpoint += 1
+
+    def _evaluate(self) -> Iterator[None]:
+        """The loss on the validation rows of each job that has just ended an epoch, or its training."""
+        due = {
+            name: job.validation_documents()
+            for name, job in self._jobs.items()
+            if job.validation and (job.done or job.step % job.steps_per_epoch == 0)
+        }
+        sums = _Sums.of(due)
+        for name, rows in due.items():
+            sums.denominator[name] = sum(sum(d.weights) for d in rows)
+        for batch in pack(due, self.micro_batch_tokens):
+            self._pass(batch, sums, training=False)
+            yield
+        for name in due:
+            loss = sums.loss[name] / sums.denominator[name]
+            self._jobs[name].metrics["valid_loss"] = loss
+            self.records[name].evaluated(self._jobs[name], loss)
+
+    def _finish_done(self) -> None:
+        done = [job for job in self._jobs.values() if job.done]
+        due = any(self._steps_since_checkpoint >= int(job.spec.checkpoint_steps) for job in self._jobs.values())
+        if done or due:
+            self._checkpoint_all()
+        for job in done:
+            if job.name in self._jobs:
+                self._finish(job)
+
+    def _finish(self, job: TrainingJob) -> None:
+        """The last checkpoint's adapter is the result; one that adds nothing to the base is not called a success."""
+        record = self.records[job.name]
+        if not job.parameters.changed:
+            self._drop(job.name, Failure("no_learning", "the adapter is unchanged after training: nothing was learned"))
+            return
+        newest = list_checkpoints(job.directory)[0]
+        target = job.directory / ADAPTER_FOLDER
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        for file in newest.path.glob("adapter_*"):
+            shutil.copyfile(file, target / file.name)
+        del self._jobs[job.name]
+        self._membership_changed = bool(self._jobs)
+        record.succeed(job, target, newest.version)
+
+    def _remove_cancelled(self) -> None:
+        for name in [n for n in self._jobs if self.records[n].cancel_requested]:
+            del self._jobs[name]
+            self._membership_changed = True
+            self.records[name].cancelled()
+
+    def _checkpoint_all(self) -> None:
+        border, group = uuid.uuid4().hex, sorted(self._jobs)
+        for name in group:
+            try:
+                checkpoint = write_checkpoint(
+                    self._jobs[name],
+                    border=border,
+                    group=group,
+                    base_fingerprint=self.base.identity.fingerprint,
+                )
+            except OSError as error:
+                self._drop(name, Failure("disk_full", f"the checkpoint could not be written: {error}; free some space"))
+            else:
+                self.records[name].saved(checkpoint)
+        self._steps_since_checkpoint = 0
+
+    def _at_border(self, action: Callable[[], None]) -> None:
+        with self._lock:
+            action()
+
+    def _drop(self, name: str, failure: Failure) -> None:
+        del self._jobs[name]
+        self._membership_changed = bool(self._jobs)
+        self._fail(name, failure)
+
+    def _fail(self, name: str, failure: Failure) -> None:
+        self.records[name].fail(failure)
+
+
+def _failure_of(error: BaseException) -> Failure:
+    text = str(error)
+    if isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text.lower():
+        return Failure("out_of_memory", f"the pass did not fit: {text}; lower batch_size or seq_len")
+    return Failure("internal_error", f"{type(error).__name__}: {text}")
