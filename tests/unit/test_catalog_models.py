@@ -53,3 +53,15 @@ def test_a_users_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
     file.write_text("[models")
     with pytest.raises(Invalid, match="not TOML"):
         models.load(file)
+
+
+@pytest.mark.parametrize("model", [m for m in models.load().models if m.parameters], ids=lambda m: m.name)
+def test_the_shape_has_the_parameters_that_the_model_card_states(model: models.Model) -> None:
+    assert model.shape.parameters == model.parameters
+
+
+def test_every_model_has_a_shape_a_source_and_a_licence() -> None:
+    for model in models.load().models:
+        assert model.shape.parameters > 1_000_000, model.name
+        assert model.licence, model.name
+        assert model.source_url.startswith("https://"), model.name

@@ -10,6 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from tunerack.catalog import config
+from tunerack.catalog.shape import Shape
 from tunerack.errors import Invalid, Problem
 
 SourceKind = Literal["pypi-gguf", "hub", "path"]
@@ -41,6 +43,7 @@ class Model:
     """A base model.
 
     config: the keys of its Hugging Face config.json that give the shape
+    parameters: the count that its model card states, 0 where it states none
     source_url, date: where and when the facts were read
     """
 
@@ -51,6 +54,12 @@ class Model:
     licence: str = ""
     source_url: str = ""
     date: str = ""
+    parameters: int = 0
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """Layers and counts from `config`; raises Invalid when it holds no readable one."""
+        return config.read(self.config, f"models.{self.name}")
 
     @property
     def max_model_len(self) -> int | None:
@@ -122,7 +131,7 @@ def _read(text: str, where: str) -> dict[str, Model]:
 
 
 def _model(name: str, table: Mapping[str, Any]) -> Model:
-    unknown = set(table) - {"source", "config", "aliases", "licence", "source_url", "date"}
+    unknown = set(table) - {"source", "config", "aliases", "licence", "source_url", "date", "parameters"}
     if unknown:
         raise ValueError(f"unknown key {', '.join(sorted(unknown))}")
     source = dict(table.get("source", {}))
@@ -140,4 +149,5 @@ def _model(name: str, table: Mapping[str, Any]) -> Model:
         licence=str(table.get("licence", "")),
         source_url=str(table.get("source_url", "")),
         date=str(table.get("date", "")),
+        parameters=int(table.get("parameters", 0)),
     )
