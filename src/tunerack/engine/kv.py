@@ -65,7 +65,13 @@ class KvCache:
             return False
         if missing > len(self._free):
             self._grow(missing - len(self._free))
-        self._blocks[sequence] += [self._free.pop() for _ in range(missing)]
+        if missing:
+            new = [self._free.pop() for _ in range(missing)]
+            # A masked place still takes part as 0 · value: what an earlier owner left may not be finite.
+            rows = self._rows(torch.tensor(new))
+            for layer in self._layers:
+                layer.index_fill_(0, rows, 0)
+            self._blocks[sequence] += new
         return True
 
     def advance(self, sequence: int, new_tokens: int) -> None:
@@ -88,8 +94,7 @@ class KvCache:
                 for sequence in sequences
             ]
         )
-        rows = table[:, :, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
-        return rows.view(len(sequences), -1)[:, :longest].to(self.device)
+        return self._rows(table).view(len(sequences), -1)[:, :longest]
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [tokens, kv_heads, head_dim] at these rows."""
@@ -99,6 +104,10 @@ class KvCache:
         """Keys and values [tokens, kv_heads, head_dim] of these rows."""
         rows = self._layers[layer].index_select(0, places)
         return rows[:, 0], rows[:, 1]
+
+    def _rows(self, blocks: Tensor) -> Tensor:
+        """Row numbers of every token of these blocks, flat."""
+        return (blocks[..., None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten().to(self.device)
 
     def _grow(self, at_least: int) -> None:
         target = min(self.max_blocks, max(self._n_blocks + at_least, 2 * self._n_blocks, 16))

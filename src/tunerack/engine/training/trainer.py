@@ -91,7 +91,7 @@ class Trainer:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._jobs or self._arrivals)
+        return any(record.live for record in list(self.records.values()))
 
     def advance(self) -> None:
         """One unit of work: preparing one job, one pass, or one border."""

@@ -1,0 +1,1 @@
+"""Requests of any mix of adapters in one batch: admission, steps, sampling, text."""
