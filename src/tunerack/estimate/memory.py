@@ -1,0 +1,198 @@
+"""Peak memory of a fine-tune on one device, by term.
+
+Three moments can hold the peak: the loss (all layer inputs and the logits), a layer in backward (all layer inputs and
+one layer in full), and the optimizer step (all gradients and the update's temporary). `allocated_bytes` is what
+torch.cuda.max_memory_allocated would print, `device_bytes` what nvidia-smi shows: cached blocks, the CUDA context and
+the collectives' buffers beside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tunerack.catalog.shape import Layer, Shape
+from tunerack.estimate import activations
+from tunerack.estimate.recipe import (
+    EIGHT_BIT_BYTES,
+    LINEAR_BYTES,
+    MOMENTS,
+    Recipe,
+    trained_bytes,
+    trained_parameters,
+)
+
+# Device level, tuned on the single-GPU rows of fms-acceleration that print both figures (101 rows).
+# CUDA context, cuBLAS and cuDNN workspaces.
+CONTEXT_BYTES = 0.75e9
+# NCCL buffers and streams with several devices.
+COLLECTIVE_BYTES = 2.0e9
+# Cached blocks that no longer fit what is asked for, as a share of what comes and goes within a step.
+FRAGMENTATION = 0.08
+# Bytes per logit that stay cached: buffers of the loss differ in size by dtype and shift, so each is cached for itself.
+CACHED_LOGIT_BYTES = 16.0
+# What the allocator can't give back even when it must, as a share of the allocated: the smallest gap between the runs
+# of fms-acceleration that fitted on 80 GB and those that ended out of memory.
+UNAVOIDABLE = 0.04
+
+
+@dataclass(frozen=True)
+class Memory:
+    """terms: bytes alive at `moment`, the peak, by name; moments: allocated bytes of each moment.
+
+    allocated_bytes: tensors at the peak; device_bytes: expected at device level when there is room;
+    required_bytes: least that the device must offer for the run not to end out of memory
+    """
+
+    terms: dict[str, float]
+    moment: str
+    moments: dict[str, float]
+    allocated_bytes: float
+    device_bytes: float
+    required_bytes: float
+
+    def on(self, capacity_bytes: float) -> float:
+        """Expected device-level use on a card of that size: cached blocks are given back before the card is full."""
+        return max(self.required_bytes, min(self.device_bytes, capacity_bytes))
+
+
+def weights_bytes(shape: Shape, recipe: Recipe) -> float:
+    """Weights at rest, unsharded: linear maps in their format, everything else in 16 bit (fp32 when prepared)."""
+    linear = shape.linear_weights
+    rest = shape.parameters - linear
+    if recipe.trains_base:
+        return shape.parameters * trained_bytes(recipe)
+    other = 4.0 if recipe.weights == "fp32" else 2.0
+    if recipe.kbit_prepared and not recipe.parallel.shards_weights:
+        other = 4.0
+    return linear * LINEAR_BYTES[recipe.weights] + rest * other
+
+
+def estimate(shape: Shape, recipe: Recipe) -> Memory:
+    """Peak memory of one device; see the module for what the figures mean."""
+    parallel, tokens = recipe.parallel, recipe.tokens
+    number = trained_parameters(shape, recipe)
+    width = trained_bytes(recipe)
+    weights = weights_bytes(shape, recipe) / (parallel.devices if parallel.shards_weights else 1)
+    adapters = 0.0 if recipe.trains_base else number * width / (parallel.devices if parallel.shards_weights else 1)
+    gradients = number * width / (parallel.devices if parallel.shards_gradients else 1)
+    moments = number * _moment_bytes(recipe, width) / (parallel.devices if parallel.shards_moments else 1)
+    temporary = 0.0
+    if recipe.optimizer in ("adamw", "lion"):
+        temporary = number * width / (parallel.devices if parallel.shards_moments else 1)
+    gathered = _gathered_bytes(shape, recipe)
+    resident = {"weights": weights, "adapters": adapters, "optimizer": moments, "gathered": gathered}
+    if recipe.trains_base and (recipe.amp or (recipe.parallel.strategy in ("ddp", "zero1", "zero2") and width == 4)):
+        resident["16-bit copy"] = 2.0 * shape.parameters
+    held = gradients if recipe.accumulates or not recipe.trains_base else 0.0
+
+    checkpoints, again, largest, every = _activation_bytes(shape, recipe)
+    head = activations.head(shape, recipe) * tokens
+    kept = checkpoints * tokens if recipe.checkpointing else every * tokens
+    kept_back = again * tokens if recipe.checkpointing else every * tokens
+    first = 0.0 if recipe.accumulates else _first_gradients(shape, recipe, width)
+    extra = _dequantised_bytes(shape, recipe)
+
+    at: dict[str, dict[str, float]] = {
+        "loss": {
+            **resident,
+            "gradients": held,
+            "layer inputs" if recipe.checkpointing else "activations": kept,
+            "logits": head,
+        },
+        "layer": {
+            **resident,
+            "gradients": max(held, first if recipe.trains_base else held),
+            "layer inputs" if recipe.checkpointing else "activations": kept_back,
+            "one layer": max(largest.working if recipe.checkpointing else largest.transient, 0.0) * tokens,
+        },
+        "dequantised": {
+            **resident,
+            "gradients": held,
+            "layer inputs" if recipe.checkpointing else "activations": kept_back,
+            "one layer": (largest.saved if recipe.checkpointing else 0.0) * tokens,
+            "dequantised": extra,
+        },
+        "end of backward": {**resident, "gradients": gradients, "one layer": largest.working * tokens},
+        "optimizer": {
+            **{name: size for name, size in resident.items() if name != "gathered"},
+            "gradients": gradients,
+            "update": temporary,
+        },
+    }
+    totals = {name: sum(terms.values()) for name, terms in at.items()}
+    moment = max(totals, key=lambda name: totals[name])
+    allocated = totals[moment]
+    stay = weights + adapters + moments
+    device = _device_bytes(shape, recipe, at, totals, stay)
+    context = CONTEXT_BYTES + (COLLECTIVE_BYTES if parallel.devices > 1 else 0.0)
+    return Memory(
+        {name: size for name, size in at[moment].items() if size},
+        moment,
+        totals,
+        allocated,
+        device + context,
+        allocated * (1 + UNAVOIDABLE) + context,
+    )
+
+
+def _device_bytes(
+    shape: Shape, recipe: Recipe, at: dict[str, dict[str, float]], totals: dict[str, float], stay: float
+) -> float:
+    """Cached blocks at their largest: the phases of a step need blocks of different sizes, and few are shared."""
+    phases = [totals["loss"], totals["layer"], totals["dequantised"], totals["end of backward"]]
+    if recipe.loss != "chunked":
+        cached = (CACHED_LOGIT_BYTES * shape.vocab - activations.logits(shape, recipe)) * recipe.tokens
+        phases.append(totals["loss"] + max(0.0, cached))
+    within = max(phases) - stay
+    if not recipe.trains_base:
+        return max(max(phases), totals["optimizer"]) + FRAGMENTATION * within
+    # Gradients and the update are many small blocks; they find little room in the large ones of the activations.
+    update = at["optimizer"]["gradients"] + at["optimizer"]["update"]
+    return max(totals["optimizer"], stay + within + update)
+
+
+def _moment_bytes(recipe: Recipe, width: int) -> float:
+    if recipe.optimizer in ("adamw_8bit", "paged_adamw_8bit"):
+        return EIGHT_BIT_BYTES
+    return MOMENTS[recipe.optimizer] * width
+
+
+def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
+    """Unsharded parameters alive in a sharded step: embedding and head for all of it, and one layer."""
+    if not recipe.parallel.shards_weights:
+        return 0.0
+    root = shape.embedding * (1 if shape.tied else 2) * 2.0
+    block = max(shape.layers, key=lambda layer: layer.parameters)
+    per_weight = 2.0 if recipe.trains_base else LINEAR_BYTES[recipe.weights]
+    return root + block.parameters * per_weight
+
+
+def _first_gradients(shape: Shape, recipe: Recipe, width: int) -> float:
+    """Gradients of the head, alive when backward enters the last layer, and of that layer while it is in backward."""
+    devices = recipe.parallel.devices if recipe.parallel.shards_gradients else 1
+    return shape.embedding * width / devices
+
+
+def _dequantised_bytes(shape: Shape, recipe: Recipe) -> float:
+    """16-bit copy of the largest quantised map, made anew for each product."""
+    if not recipe.quantised:
+        return 0.0
+    return 2.0 * max(linear.fan_in * linear.fan_out for layer in shape.layers for linear in layer.linears)
+
+
+@lru_cache(maxsize=256)
+def _activation_bytes(shape: Shape, recipe: Recipe) -> tuple[float, float, activations.LayerBytes, float]:
+    """Layer inputs at the loss and in backward, the layer with the largest working set, and what all layers keep; bytes per token."""
+    by_layer: dict[int, activations.LayerBytes] = {}
+    blocks: dict[int, Layer] = {id(block): block for block in shape.layers}
+    for key, block in blocks.items():
+        by_layer[key] = activations.layer(shape, block, recipe)
+    largest = max(by_layer.values(), key=lambda entry: entry.working)
+    every = sum(by_layer[id(block)].saved for block in shape.layers)
+    return (
+        activations.checkpoint(shape, recipe),
+        activations.checkpoint_in_backward(shape, recipe),
+        largest,
+        every,
+    )
