@@ -64,7 +64,11 @@ class LocalExecutor:
                 start_new_session=True,
             )
         self._children[child.pid] = child
-        handle = await self._listening(worker_id, child.pid)
+        try:
+            handle = await self._listening(worker_id, child.pid)
+        except asyncio.CancelledError:
+            self._kill_group(child.pid)
+            raise
         if handle is not None:
             return handle
         self._kill_group(child.pid)

@@ -116,6 +116,12 @@ class Jobs:
             remember(connection, request, job.id, now)
             return _read(connection, job.id)
 
+    def earlier(self, request: RequestIdentity, now: float) -> Job | None:
+        """What the same request made before; raises Invalid when its key comes with another body."""
+        with self._database.transaction() as connection:
+            earlier = earlier_response(connection, request, now)
+            return None if earlier is None else _read(connection, earlier)
+
     def get(self, job_id: str) -> Job:
         """Raises NotFound."""
         row = self._database.row(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (job_id,))
