@@ -1,0 +1,136 @@
+"""tunerack train."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tunerack.cli.options import flag, given, spec_options
+from tunerack.cli.output import emit, json_option
+from tunerack.errors import Invalid, TunerackError
+from tunerack.settings import Settings
+from tunerack.spec.job import JobSpec
+
+
+@click.command()
+@click.argument("data", required=False, type=click.Path(path_type=Path))
+@click.option("--job", "job_file", type=click.Path(path_type=Path), help="YAML or JSON file of the options below.")
+@spec_options
+@click.option("-y", "--yes", is_flag=True, help="Submit without asking.")
+@click.option("--dry-run", is_flag=True, help="Only show the plan.")
+@click.option("--follow", "wait", is_flag=True, help="Show events until the job is finished.")
+@json_option
+@click.pass_obj
+def command(
+    settings: Settings,
+    data: Path | None,
+    job_file: Path | None,
+    yes: bool,
+    dry_run: bool,
+    wait: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Plan a fine-tune on the rows of DATA and submit it.
+
+    DATA is a JSONL file of {messages}, {prompt, completion} or {instruction, input, output} rows, or the id of an
+    uploaded file. Options given here win over those of the job file, whose paths start at its own folder.
+    """
+    from tunerack.cli.submission import body_of, check_files, local_files, plan_text, upload
+    from tunerack.client import ControlClient
+
+    spec, folder = read_spec(data, job_file, given(values))
+    check_files(list(local_files(spec, folder).values()))
+    if not (yes or dry_run) and (as_json or not sys.stdin.isatty()):
+        raise click.UsageError("nobody can be asked here; add --yes to submit or --dry-run to see the plan only")
+    with ControlClient.of(settings) as client:
+        client.health()
+        sent = upload(client, spec, folder)
+        submitted = False
+        try:
+            body = body_of(sent.spec)
+            plan = client.plan(body)
+            if not as_json:
+                click.echo(plan_text(plan))
+            if dry_run:
+                if as_json:
+                    emit({"plan": plan})
+                return
+            if not yes:
+                click.confirm("submit?", default=True, abort=True)
+            job = client.create_job(body)
+            submitted = True
+        finally:
+            if not submitted:
+                for file_id in sent.uploaded:
+                    with contextlib.suppress(TunerackError):
+                        client.delete_file(file_id)
+        if as_json and not wait:
+            emit({"plan": plan, "job": job})
+        elif not as_json:
+            click.echo(f"\nsubmitted {job['id']}\nwatch it: tunerack logs -f {job['id']}")
+        if wait:
+            _follow(client, job["id"], plan, as_json=as_json)
+
+
+def read_spec(data: Path | None, job_file: Path | None, asked: dict[str, Any]) -> tuple[JobSpec, Path]:
+    """The spec of a command line, with paths in place of file ids, and the folder that relative ones start at.
+
+    Raises Invalid with all problems; `where` is the flag, or the line of the job file.
+    """
+    from tunerack.cli.submission import FILE_ID
+    from tunerack.spec.jobfile import line_of, load_job_file
+    from tunerack.spec.parse import parse_job
+
+    mapping: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    folder = Path()
+    if job_file is not None:
+        mapping, lines = load_job_file(job_file)
+        folder = job_file.parent
+    if data is not None:
+        asked["training_file"] = str(data)
+    for field in {"training_file", "validation_file"} & asked.keys():
+        # Unlike the paths of a job file, these start where the person is.
+        if not FILE_ID.fullmatch(asked[field]):
+            asked[field] = str(Path(asked[field]).expanduser().absolute())
+    from_flags = set(asked) | {f"lora.{name}" for name in asked.get("lora", {})}
+    lora = mapping.get("lora", {})
+    if "lora" in asked and isinstance(lora, dict):
+        asked["lora"] = {**lora, **asked["lora"]}
+    merged = {**mapping, **asked}
+    if "training_file" not in merged:
+        raise Invalid("nothing to train on", hint="tunerack train DATA.jsonl --model smollm2-135m")
+    return parse_job(merged, _places(from_flags, lines, job_file, line_of)), folder
+
+
+def _places(
+    from_flags: set[str], lines: dict[str, int], job_file: Path | None, line_of: Callable[..., int]
+) -> Callable[[str], str]:
+    def place(field: str) -> str:
+        if job_file is None or field in from_flags:
+            return "DATA" if field == "training_file" else flag(field.removeprefix("lora."))
+        return f"{job_file.name}:{line_of(lines, field)}: {field}"
+
+    return place
+
+
+def _follow(client: Any, job_id: str, plan: Any, *, as_json: bool) -> None:
+    from tunerack.cli.follow import event_line, follow, raise_unless_succeeded
+
+    for event in follow(client, job_id):
+        if not as_json:
+            click.echo(event_line(event))
+    job = client.job(job_id)
+    if as_json:
+        emit({"plan": plan, "job": job})
+    raise_unless_succeeded(job)
+    if job["status"] != "succeeded":
+        raise TunerackError(f"job {job_id} was {job['status']}")
+    if not as_json:
+        click.echo(f"\ntalk to it: tunerack chat {job['fine_tuned_model']}")
