@@ -49,7 +49,7 @@ def test_the_data_page_names_formats_reasons_and_examples(tmp_path: Path) -> Non
         assert f"| {name} |" in page
         assert all(f"`{key}`" in page for key in row_format.required)
     source = (PAGES.parents[1] / "src/tunerack/data/dataset.py").read_text()
-    for reason in X, "merged_boundary", "stop_token_in_text"]:
+    for reason in [*re.findall(r'Count\("(\w+)"', source), "duplicate", "merged_boundary", "stop_token_in_text"]:
         assert reason in source
         assert f"`{reason}`" in page
     (examples,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
