@@ -1,0 +1,273 @@
+"""Chat and text completions, plain and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from tunerack.data.formats import RowError
+from tunerack.data.template import chat_text
+from tunerack.engine.loop import Engine
+from tunerack.engine.serving.answer import GenerationRequest, Piece
+from tunerack.engine.serving.sampling import TokenLogprob
+from tunerack.errors import Invalid
+from tunerack.worker.body import read_json
+from tunerack.worker.errors import error_body
+from tunerack.worker.generation_fields import (
+    GenerationFields,
+    read_generation_fields,
+    read_messages,
+    read_prompts,
+)
+from tunerack.worker.process import Process
+
+_DISCONNECT_POLL_S = 0.25
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One API call: its prompts, each answered `fields.n` times; choice numbers run over prompts, then answers."""
+
+    engine: Engine
+    fields: GenerationFields
+    prompts: Sequence[Sequence[int]]
+    adapter: str | None
+    model: str
+    chat: bool
+    id: str
+    created: int
+
+    def envelope(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def usage(self, tokens: Mapping[int, int]) -> dict[str, int]:
+        prompt = sum(len(p) for p in self.prompts)
+        completion = sum(tokens.values())
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+async def chat_completions(request: Request) -> Response:
+    process: Process = request.app.state.process
+    engine, body = process.engine(), await read_json(request)
+    tokenizer = engine.base.tokenizer
+    fields = read_generation_fields(body, chat=True, vocab_size=engine.base.decoder.architecture.vocab_size)
+    messages = read_messages(body)
+    try:
+        text = chat_text(messages, tokenizer, add_generation_prompt=True)
+    except RowError as error:
+        raise Invalid(error.message, where="messages", hint=error.hint, param="messages") from None
+    return await _answer(request, engine, body, fields, [tokenizer.encode(text)], chat=True)
+
+
+async def completions(request: Request) -> Response:
+    process: Process = request.app.state.process
+    engine, body = process.engine(), await read_json(request)
+    tokenizer = engine.base.tokenizer
+    vocab_size = engine.base.decoder.architecture.vocab_size
+    fields = read_generation_fields(body, chat=False, vocab_size=vocab_size)
+
+    def encode(text: str) -> list[int]:
+        ids = tokenizer.encode(text)
+        return [tokenizer.bos_token_id, *ids] if tokenizer.adds_bos and tokenizer.bos_token_id is not None else ids
+
+    return await _answer(request, engine, body, fields, read_prompts(body, encode, vocab_size), chat=False)
+
+
+async def _answer(
+    request: Request,
+    engine: Engine,
+    body: Mapping[str, Any],
+    fields: GenerationFields,
+    prompts: list[list[int]],
+    *,
+    chat: bool,
+) -> Response:
+    model = body.get("model")
+    if not isinstance(model, str):
+        raise Invalid("must name a model", where="model", param="model")
+    _check_length(engine, fields, prompts, "messages" if chat else "prompt")
+    adapter = None if model == engine.base.name else model
+    prefix = "chatcmpl" if chat else "cmpl"
+    call = Call(engine, fields, prompts, adapter, model, chat, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
+    pieces = _pieces(call, request)
+    first = await anext(pieces)
+    if fields.stream:
+        return StreamingResponse(_stream(call, first, pieces), media_type="text/event-stream")
+    return await _whole(call, first, pieces)
+
+
+def _check_length(engine: Engine, fields: GenerationFields, prompts: list[list[int]], field: str) -> None:
+    room = engine.base.max_model_len
+    for prompt in prompts:
+        if not prompt:
+            raise Invalid("is empty", where=field, param=field)
+        if len(prompt) >= room:
+            raise Invalid(
+                f"has {len(prompt)} tokens; the model's context holds {room}",
+                where=field,
+                hint="shorten it",
+                param=field,
+                code="context_length_exceeded",
+            )
+        if fields.max_tokens is not None and len(prompt) + fields.max_tokens > room:
+            raise Invalid(
+                f"{fields.max_tokens} and the {len(prompt)} prompt tokens are more than the context of {room}",
+                where=fields.max_tokens_field,
+                hint=f"ask for {room - len(prompt)} or fewer",
+                param=fields.max_tokens_field,
+                code="context_length_exceeded",
+            )
+
+
+async def _pieces(call: Call, request: Request) -> AsyncIterator[Piece]:
+    """Pieces of all choices as they come; ends when every choice has ended, and cancels them if it is left early."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[Piece] = asyncio.Queue()
+    fields, engine = call.fields, call.engine
+    answers = []
+    stop_tokens = frozenset() if fields.ignore_eos else engine.base.tokenizer.stop_token_ids
+    try:
+        for i, prompt in enumerate(call.prompts):
+            offset = i * fields.n
+
+            def emit(piece: Piece, offset: int = offset) -> None:
+                moved = piece if not offset else _with_choice(piece, piece.choice + offset)
+                loop.call_soon_threadsafe(queue.put_nowait, moved)
+
+            answers += engine.generate(
+                GenerationRequest(
+                    prompt=tuple(prompt),
+                    adapter=call.adapter,
+                    params=fields.params,
+                    max_tokens=fields.max_tokens or engine.base.max_model_len - len(prompt),
+                    n=fields.n,
+                    stop=fields.stop,
+                    stop_tokens=stop_tokens,
+                    emit=emit,
+                )
+            )
+        left = len(answers)
+        while left:
+            try:
+                piece = await asyncio.wait_for(queue.get(), _DISCONNECT_POLL_S)
+            except TimeoutError:
+                if await request.is_disconnected():
+                    return
+                continue
+            left -= piece.finish_reason is not None or piece.error is not None
+            yield piece
+    finally:
+        engine.server.cancel(answers)
+
+
+def _with_choice(piece: Piece, choice: int) -> Piece:
+    return Piece(choice, piece.text, piece.logprob, piece.tokens, piece.finish_reason, piece.error)
+
+
+async def _whole(call: Call, first: Piece, pieces: AsyncIterator[Piece]) -> Response:
+    texts: dict[int, str] = {}
+    logprobs: dict[int, list[TokenLogprob]] = {}
+    tokens: dict[int, int] = {}
+    reasons: dict[int, str] = {}
+    piece: Piece | None = first
+    while piece is not None:
+        if piece.error is not None:
+            return JSONResponse(error_body(piece.error, status=500, code="generation_failed"), 500)
+        texts[piece.choice] = texts.get(piece.choice, "") + piece.text
+        tokens[piece.choice] = piece.tokens
+        if piece.logprob is not None:
+            logprobs.setdefault(piece.choice, []).append(piece.logprob)
+        if piece.finish_reason is not None:
+            reasons[piece.choice] = piece.finish_reason
+        piece = await anext(pieces, None)
+    choices = []
+    for i in sorted(texts):
+        shown = _logprobs(call, logprobs[i]) if i in logprobs else None
+        choice: dict[str, Any] = {"index": i, "finish_reason": reasons.get(i, "stop"), "logprobs": shown}
+        if call.chat:
+            choice["message"] = {"role": "assistant", "content": texts[i], "refusal": None}
+        else:
+            choice["text"] = texts[i]
+        choices.append(choice)
+    return JSONResponse({**call.envelope(choices, chunk=False), "usage": call.usage(tokens)})
+
+
+async def _stream(call: Call, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    tokens: dict[int, int] = {}
+    fields = call.fields
+
+    def event(choices: list[dict[str, Any]]) -> bytes:
+        chunk = call.envelope(choices, chunk=True)
+        if fields.continuous_usage:
+            chunk["usage"] = call.usage(tokens)
+        elif fields.include_usage:
+            chunk["usage"] = None
+        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+    piece: Piece | None = first
+    try:
+        while piece is not None:
+            if piece.error is not None:
+                body = error_body(piece.error, status=500, code="generation_failed")
+                yield b"data: " + json.dumps(body).encode() + b"\n\n"
+                return
+            if piece.choice not in tokens and call.chat:
+                tokens[piece.choice] = 0
+                yield event([_chunk_choice(call, piece.choice, {"role": "assistant", "content": ""}, None, None)])
+            tokens[piece.choice] = piece.tokens
+            if piece.text or piece.logprob is not None or (fields.continuous_usage and piece.finish_reason is None):
+                shown = None if piece.logprob is None else _logprobs(call, [piece.logprob])
+                yield event([_chunk_choice(call, piece.choice, {"content": piece.text}, shown, None)])
+            if piece.finish_reason is not None:
+                yield event([_chunk_choice(call, piece.choice, {}, None, piece.finish_reason)])
+            piece = await anext(pieces, None)
+        if fields.include_usage:
+            yield (
+                b"data: "
+                + json.dumps({**call.envelope([], chunk=True), "usage": call.usage(tokens)}).encode()
+                + b"\n\n"
+            )
+        yield DONE
+    finally:
+        await pieces.aclose()  # type: ignore[attr-defined]
+
+
+def _chunk_choice(
+    call: Call, index: int, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    if call.chat:
+        return {"index": index, "delta": dict(delta), "logprobs": logprobs, "finish_reason": reason}
+    return {"index": index, "text": delta.get("content", ""), "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(call: Call, items: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Chat: one entry per token; completions: parallel lists."""
+    text = call.engine.base.tokenizer.decode
+    if call.chat:
+        return {"content": [_chat_logprob(item, text) for item in items], "refusal": None}
+    tokens = [text([item.token]) for item in items]
+    offsets = [sum(len(t) for t in tokens[:i]) for i in range(len(tokens))]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [item.logprob for item in items],
+        "top_logprobs": [{text([t]): value for t, value in item.top} for item in items],
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprob(item: TokenLogprob, text: Any) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        shown = text([token])
+        return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
+
+    return {**entry(item.token, item.logprob), "top_logprobs": [entry(t, value) for t, value in item.top]}
