@@ -51,7 +51,7 @@ def checkpoint_in_backward(shape: Shape, recipe: Recipe) -> float:
 def layer(shape: Shape, block: Layer, recipe: Recipe) -> LayerBytes:
     """Saved and transient bytes per token of one layer."""
     hidden, stream = shape.hidden, residual_bytes(recipe)
-    saved = 2 * hidden * stream if block.attention or block.state_space else hidden * stream
+    saved: float = 2 * hidden * stream if block.attention or block.state_space else hidden * stream
     # Norms: the output, and the fp32 input unless fused.
     norms = 2 if len(block.linears) > 4 else 1
     saved += norms * hidden * (A + (0 if recipe.fused_norms else 4))

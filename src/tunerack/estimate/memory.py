@@ -183,7 +183,7 @@ def _dequantised_bytes(shape: Shape, recipe: Recipe) -> float:
 
 @lru_cache(maxsize=256)
 def _activation_bytes(shape: Shape, recipe: Recipe) -> tuple[float, float, activations.LayerBytes, float]:
-    """Layer inputs at the loss and in backward, the layer with the largest working set, and what all layers keep; bytes per token."""
+    """Bytes per token: layer inputs at the loss, the same in backward, the widest layer, what all layers keep."""
     by_layer: dict[int, activations.LayerBytes] = {}
     blocks: dict[int, Layer] = {id(block): block for block in shape.layers}
     for key, block in blocks.items():

@@ -1,0 +1,1 @@
+"""How devices are joined, and what a collective over them costs."""
