@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from tunerack.errors import Problem, TunerackError
+from tunerack.errors import Problem, TunerackError, Unavailable
 from tunerack.settings import Settings
 
 # Name, and its line in --help: so that help needs none of the modules.
@@ -94,6 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The reader has gone; without this Python complains again when it flushes at exit.
         sys.stdout = None
         sys.exit(0)
+    except OSError as error:
+        told = Unavailable(error.strerror or str(error), where=str(error.filename) if error.filename else None)
+        sys.stderr.write(error_text(told, as_json="--json" in arguments))
+        sys.exit(1)
 
 
 def error_text(error: TunerackError, *, as_json: bool) -> str:
