@@ -6,15 +6,15 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
 
-from tunerack.api.errors import error_response
+from tunerack.api.errors import error_object, error_response
 from tunerack.api.requests import read_json
 from tunerack.api.services import Services, services_of
 from tunerack.api.streams import DONE, PING, PING_S, EventStream, Source, client_gone, error_event, event
@@ -27,7 +27,11 @@ from tunerack.store.usage import Kind, Usage
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RETRY_PAUSE_S = 0.5
+# Nobody reads it.
+CLIENT_GONE = Response(status_code=499)
 
 
 @dataclass(frozen=True)
@@ -60,19 +64,30 @@ async def _generate(request: Request, path: str, kind: Kind) -> Response:
     body = await read_json(request)
     asked = read_asked(body, path, kind, services)
     if body.get("stream"):
-        return await _stream(services, asked)
-    answering = asyncio.create_task(_answer(services, asked))
+        return await _stream(request, services, asked)
+    answer = await _unless_ended(request, services, _answer(services, asked))
+    return CLIENT_GONE if answer is None else JSONResponse(answer)
+
+
+async def _unless_ended(request: Request, services: Services, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None when the client goes first: then `work`, and its request to the worker, has ended.
+
+    Raises Unavailable when the process is told to stop first.
+    """
+    working = asyncio.create_task(work)
     gone = asyncio.create_task(client_gone(request.receive))
+    stopping = asyncio.create_task(services.stopping.wait())
     try:
-        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            return JSONResponse(answering.result())
-        # Nobody reads this; the cancelled call has closed the request to the worker.
-        return Response(status_code=499)
+        await asyncio.wait({working, gone, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if gone.done():
+            return None
+        raise Unavailable("tunerack is stopping", code="stopping")
     finally:
-        for task in (answering, gone):
+        for task in (working, gone, stopping):
             task.cancel()
-        await asyncio.gather(answering, gone, return_exceptions=True)
+        await asyncio.gather(working, gone, stopping, return_exceptions=True)
 
 
 def read_asked(body: Mapping[str, Any], path: str, kind: Kind, services: Services) -> Asked:
@@ -166,19 +181,23 @@ async def _may_try_again(services: Services, asked: Asked, worker: Worker | None
     return False
 
 
-async def _stream(services: Services, asked: Asked) -> Response:
+async def _stream(request: Request, services: Services, asked: Asked) -> Response:
     """Waits for the first piece, so that a refusal keeps its status; past `PING_S` the stream begins with pings."""
-    source = Source(_texts(services, asked), services.stopping)
+    relay = Relay(services, asked, Source(_texts(services, asked), services.stopping))
+
+    async def first() -> Response:
+        piece = await relay.source.peek(PING_S)
+        return error_response(piece) if isinstance(piece, TunerackError) else EventStream(relay.pieces(), relay.finish)
+
+    begun: Response | None = None
     try:
-        first = await source.peek(PING_S)
-    except BaseException:
-        await source.close()
-        raise
-    if isinstance(first, TunerackError):
-        await source.close()
-        return error_response(first)
-    relay = Relay(services, asked, source)
-    return EventStream(relay.pieces(), relay.finish)
+        begun = await _unless_ended(request, services, first())
+    finally:
+        if begun is None:
+            await relay.finish()
+        elif not isinstance(begun, EventStream):
+            await relay.source.close()
+    return begun or CLIENT_GONE
 
 
 class Relay:
@@ -187,12 +206,12 @@ class Relay:
     def __init__(self, services: Services, asked: Asked, source: Source) -> None:
         self._services = services
         self._asked = asked
-        self._source = source
+        self.source = source
         self._usage: Mapping[str, Any] | None = None
 
     async def pieces(self) -> AsyncIterator[bytes]:
         while True:
-            piece = await self._source.next()
+            piece = await self.source.next()
             if piece is None:
                 yield PING
             elif isinstance(piece, TunerackError):
@@ -202,7 +221,7 @@ class Relay:
                 yield DONE
                 return
             else:
-                chunk = json.loads(piece)
+                chunk = read_chunk(piece)
                 if "error" in chunk:
                     yield event(chunk)
                     return
@@ -224,8 +243,21 @@ class Relay:
         return chunk
 
     async def finish(self) -> None:
-        await self._source.close()
+        # What the worker has made counts, whether or not the client still took it.
+        for piece in await self.source.close():
+            self._usage = read_chunk(piece).get("usage") or self._usage
         await _count(self._services, self._asked, self._usage)
+
+
+def read_chunk(piece: str) -> dict[str, Any]:
+    """An event of a worker; one that is not a JSON object becomes an error event, so that no answer ends in silence."""
+    try:
+        chunk = json.loads(piece)
+    except ValueError:
+        chunk = None
+    if isinstance(chunk, dict):
+        return chunk
+    return {"error": error_object(Unavailable(f"the worker sent {piece[:80]!r}", code="stream_broken"))}
 
 
 async def _count(services: Services, asked: Asked, usage: Mapping[str, Any] | None) -> None:

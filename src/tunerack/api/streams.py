@@ -85,11 +85,15 @@ class Source:
         except TimeoutError:
             return None
 
-    async def close(self) -> None:
-        """End the reading, and the request to the worker with it."""
+    async def close(self) -> list[str]:
+        """End the reading, and the request to the worker with it; what had come and was not taken yet."""
         for task in (self._stopping, self._task):
             task.cancel()
         await asyncio.gather(self._stopping, self._task, return_exceptions=True)
+        left, self._peeked = self._peeked, []
+        while not self._pieces.empty():
+            left.append(self._pieces.get_nowait())
+        return [piece for piece in left if isinstance(piece, str)]
 
 
 class EventStream(Response):

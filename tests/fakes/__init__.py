@@ -1,0 +1,1 @@
+"""Stand-ins that speak over real sockets from real processes."""
