@@ -1,4 +1,4 @@
-"""A real control process over fake workers: `python -m fakes.control HOME [DEFAULT_MODEL]`, and its keeper for tests."""
+"""A real control process over fake workers, `python -m fakes.control HOME [DEFAULT_MODEL]`, and its keeper."""
 
 from __future__ import annotations
 
