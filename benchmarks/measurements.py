@@ -161,12 +161,15 @@ def _recipe(row: dict[str, str], shape: Shape) -> Recipe:
         amp=amp,
         accumulates=float(row["grad_accum"] or 1) > 1,
         trained_embeddings="embedding" in row["lora_targets"],
+        varying=not _full_rows(row),
         parallel=parallel,
     ) if text is not None else Recipe()  # fmt: skip
 
 
 def _prepares(row: dict[str, str]) -> bool:
-    """PEFT's k-bit preparation is the default of a QLoRA stack; fms-acceleration's "accelerated" plugins leave it out."""
+    """PEFT's k-bit preparation is the default of a QLoRA stack; GPTQ models and the named stacks go without."""
+    if "gptq" in (row["weight_dtype"] + row["quant"]).lower():
+        return False
     return not any(word in row["framework"].lower() for word in ("accelerated-peft", "unsloth", "torchtune", "litgpt"))
 
 

@@ -18,7 +18,9 @@ from tunerack.estimate.recipe import (
     LINEAR_BYTES,
     MOMENTS,
     Recipe,
+    computes_in_a_copy,
     trained_bytes,
+    trained_embeddings,
     trained_parameters,
 )
 
@@ -29,6 +31,9 @@ CONTEXT_BYTES = 0.75e9
 COLLECTIVE_BYTES = 2.0e9
 # Cached blocks that no longer fit what is asked for, as a share of what comes and goes within a step.
 FRAGMENTATION = 0.08
+# Cached over peak of what comes and goes when row lengths vary: the median of benchmarks/allocator.py, a simulation of
+# the allocator, in which blocks of shorter rows can't serve longer ones (1.2 when all rows are of one length).
+VARYING = 2.85
 # Bytes per logit that stay cached: buffers of the loss differ in size by dtype and shift, so each is cached for itself.
 CACHED_LOGIT_BYTES = 16.0
 # What the allocator can't give back even when it must, as a share of the allocated: the smallest gap between the runs
@@ -61,7 +66,7 @@ def weights_bytes(shape: Shape, recipe: Recipe) -> float:
     linear = shape.linear_weights
     rest = shape.parameters - linear
     if recipe.trains_base:
-        return shape.parameters * trained_bytes(recipe)
+        return shape.parameters * (2.0 if computes_in_a_copy(recipe) else trained_bytes(recipe))
     other = 4.0 if recipe.weights == "fp32" else 2.0
     if recipe.kbit_prepared and not recipe.parallel.shards_weights:
         other = 4.0
@@ -71,18 +76,26 @@ def weights_bytes(shape: Shape, recipe: Recipe) -> float:
 def estimate(shape: Shape, recipe: Recipe) -> Memory:
     """Peak memory of one device; see the module for what the figures mean."""
     parallel, tokens = recipe.parallel, recipe.tokens
-    number = trained_parameters(shape, recipe)
-    width = trained_bytes(recipe)
-    weights = weights_bytes(shape, recipe) / (parallel.devices if parallel.shards_weights else 1)
-    adapters = 0.0 if recipe.trains_base else number * width / (parallel.devices if parallel.shards_weights else 1)
-    gradients = number * width / (parallel.devices if parallel.shards_gradients else 1)
-    moments = number * _moment_bytes(recipe, width) / (parallel.devices if parallel.shards_moments else 1)
+    shard = parallel.devices
+    number, width = trained_parameters(shape, recipe), trained_bytes(recipe)
+    embeddings = trained_embeddings(shape, recipe)
+    copy = computes_in_a_copy(recipe)
+    gradient_width = 2 if copy else width
+    weights = weights_bytes(shape, recipe) / (shard if parallel.shards_weights else 1)
+    adapters = 0.0
+    if not recipe.trains_base:
+        adapters = (number * width + embeddings * 2.0) / (shard if parallel.shards_weights else 1)
+    gradients = (number * gradient_width + embeddings * 2.0) / (shard if parallel.shards_gradients else 1)
+    over = shard if parallel.shards_moments else 1
+    moments = (number * _moment_bytes(recipe, width) + embeddings * _moment_bytes(recipe, 2)) / over
     temporary = 0.0
     if recipe.optimizer in ("adamw", "lion"):
-        temporary = number * width / (parallel.devices if parallel.shards_moments else 1)
+        temporary = (number * width + embeddings * 2.0) / over
     gathered = _gathered_bytes(shape, recipe)
     resident = {"weights": weights, "adapters": adapters, "optimizer": moments, "gathered": gathered}
-    if recipe.trains_base and (recipe.amp or (recipe.parallel.strategy in ("ddp", "zero1", "zero2") and width == 4)):
+    if copy:
+        resident["fp32 masters"] = 4.0 * number / over
+    elif recipe.amp and not parallel.shards_weights:
         resident["16-bit copy"] = 2.0 * shape.parameters
     held = gradients if recipe.accumulates or not recipe.trains_base else 0.0
 
@@ -90,7 +103,7 @@ def estimate(shape: Shape, recipe: Recipe) -> Memory:
     head = activations.head(shape, recipe) * tokens
     kept = checkpoints * tokens if recipe.checkpointing else every * tokens
     kept_back = again * tokens if recipe.checkpointing else every * tokens
-    first = 0.0 if recipe.accumulates else _first_gradients(shape, recipe, width)
+    first = 0.0 if recipe.accumulates else _first_gradients(shape, recipe, gradient_width)
     extra = _dequantised_bytes(shape, recipe)
 
     at: dict[str, dict[str, float]] = {
@@ -145,8 +158,10 @@ def _device_bytes(
         cached = (CACHED_LOGIT_BYTES * shape.vocab - activations.logits(shape, recipe)) * recipe.tokens
         phases.append(totals["loss"] + max(0.0, cached))
     within = max(phases) - stay
+    if recipe.varying:
+        within = max(within, VARYING * (max(totals["loss"], totals["layer"]) - stay))
     if not recipe.trains_base:
-        return max(max(phases), totals["optimizer"]) + FRAGMENTATION * within
+        return max(stay + within, totals["optimizer"]) + FRAGMENTATION * within
     # Gradients and the update are many small blocks; they find little room in the large ones of the activations.
     update = at["optimizer"]["gradients"] + at["optimizer"]["update"]
     return max(totals["optimizer"], stay + within + update)

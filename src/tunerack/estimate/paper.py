@@ -126,9 +126,7 @@ def table_4() -> list[tuple[str, float, float]]:
         throughput = row["throughput"]
         if row["gpu"] in measured:
             panel, batch = measured[row["gpu"]]
-            throughput = next(
-                p.queries_per_s for p in load().points(panel) if (p.batch, p.sparsity) == (batch, SPARSE)
-            )
+            throughput = next(p.queries_per_s for p in load().points(panel) if (p.batch, p.sparsity) == (batch, SPARSE))
         dollars = cost_usd(table["queries"], table["epochs"], throughput, row["usd_per_h"])
         rows.append((row["gpu"], dollars, row["cost_usd"]))
     return rows

@@ -62,7 +62,9 @@ class Recipe:
     adapter_bytes: width of adapter numbers (PEFT trains them in fp32)
     loss: "plain" keeps the logits in fp32 thrice, "fused" computes the gradient in place, "chunked" never holds them
     fused_norms: norms keep no fp32 copy; kbit_prepared: PEFT's prepare_model_for_kbit_training made all else fp32
+    (it leaves GPTQ models as they are)
     amp: full fine-tuning keeps fp32 weights and computes in 16 bit
+    varying: rows of different length follow one another unpacked; seq_len is the longest
     adapters: trained together on one base; accumulates: gradients live across micro-batches
     """
 
@@ -84,6 +86,7 @@ class Recipe:
     adapters: int = 1
     accumulates: bool = False
     trained_embeddings: bool = False
+    varying: bool = False
     parallel: Parallel = Parallel()
 
     def __post_init__(self) -> None:
@@ -119,16 +122,27 @@ class Recipe:
 
 
 def trained_parameters(shape: Shape, recipe: Recipe) -> int:
-    """Numbers that the optimizer changes."""
+    """Numbers that the optimizer changes, embeddings that are trained beside adapters not counted."""
     if recipe.trains_base:
         return shape.parameters
-    embeddings = shape.embedding * (1 if shape.tied else 2) if recipe.trained_embeddings else 0
-    return recipe.adapters * (shape.lora_parameters(recipe.rank, recipe.targets) + embeddings)
+    return recipe.adapters * shape.lora_parameters(recipe.rank, recipe.targets)
+
+
+def trained_embeddings(shape: Shape, recipe: Recipe) -> int:
+    """Numbers of embedding and head that are trained in copies of their own, which keep the width of the base."""
+    if recipe.trains_base or not recipe.trained_embeddings:
+        return 0
+    return recipe.adapters * shape.embedding * (1 if shape.tied else 2)
 
 
 def trained_bytes(recipe: Recipe) -> int:
-    """Width of a trained number."""
+    """Width of a trained number as the optimizer holds it."""
     if not recipe.trains_base:
         return recipe.adapter_bytes
     sharded_fp32 = recipe.parallel.shards_moments and recipe.parallel.fp32_shards
     return 4 if recipe.amp or recipe.weights == "fp32" or sharded_fp32 else 2
+
+
+def computes_in_a_copy(recipe: Recipe) -> bool:
+    """DeepSpeed computes in 16-bit weights and gradients and shards fp32 masters beside them."""
+    return recipe.trains_base and recipe.parallel.strategy.startswith("zero") and trained_bytes(recipe) == 4

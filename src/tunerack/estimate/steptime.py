@@ -25,11 +25,13 @@ TRAFFIC_PER_SAVED = 5.0
 # Passes of torch's foreach AdamW over a parameter-sized array: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
 # addcdiv 4, weight decay 2, and the gradient norm and its scaling 3.
 OPTIMIZER_PASSES = 23
-# Host time of one eager operation, Python and autograd included.
-LAUNCH_S = 20e-6
+# Host time of one eager operation, Python and autograd included: PyTorch's dispatcher takes 5 to 10 us.
+LAUNCH_S = 10e-6
 # Eager operations in forward: of a block without its linear maps, of a linear map, of an adapter on one (casts,
-# dropout, two products, scaling, sum), of picking and returning the tokens of one expert.
-BLOCK_OPERATIONS, LINEAR_OPERATIONS, ADAPTER_OPERATIONS, EXPERT_OPERATIONS = 40, 2, 8, 12
+# dropout, two products, scaling, sum), of unpacking 4-bit weights (scales of scales, offset, scales, weights, casts),
+# of picking and returning the tokens of one expert.
+BLOCK_OPERATIONS, LINEAR_OPERATIONS, ADAPTER_OPERATIONS = 40, 2, 8
+UNPACK_OPERATIONS, EXPERT_OPERATIONS = 8, 12
 # Share of a collective that is not hidden behind products.
 EXPOSED = 0.3
 
@@ -99,9 +101,7 @@ def ring(recipe: Recipe, gpu: Gpu, hardware: Hardware) -> Ring:
     return Ring(recipe.parallel.devices, one_way * 1e9 * link.measured_share, link.latency_s)
 
 
-def _collectives(
-    shape: Shape, recipe: Recipe, gpu: Gpu, hardware: Hardware | None, number: int
-) -> tuple[float, float]:
+def _collectives(shape: Shape, recipe: Recipe, gpu: Gpu, hardware: Hardware | None, number: int) -> tuple[float, float]:
     """Seconds not hidden: gathering weights in each micro-batch, reducing gradients once a step."""
     if recipe.parallel.devices < 2 or hardware is None:
         return 0.0, 0.0
@@ -133,7 +133,7 @@ def _operations(shape: Shape, recipe: Recipe) -> float:
         total += BLOCK_OPERATIONS
         for linear in layer.linears:
             maps = linear.copies * max(1, len(linear.parts))
-            total += LINEAR_OPERATIONS * maps
+            total += (LINEAR_OPERATIONS + (UNPACK_OPERATIONS if recipe.quantised else 0)) * maps
             total += ADAPTER_OPERATIONS * adapted.get(id(linear), 0) * linear.copies
         experts = max((x.copies for x in layer.linears if x.role == "expert"), default=0)
         total += EXPERT_OPERATIONS * experts
