@@ -208,6 +208,7 @@ class Relay:
         self._asked = asked
         self.source = source
         self._usage: Mapping[str, Any] | None = None
+        self._counted = False
 
     async def pieces(self) -> AsyncIterator[bytes]:
         while True:
@@ -215,14 +216,17 @@ class Relay:
             if piece is None:
                 yield PING
             elif isinstance(piece, TunerackError):
+                await self._count_once()
                 yield error_event(piece)
                 return
             elif piece == "[DONE]":
+                await self._count_once()
                 yield DONE
                 return
             else:
                 chunk = read_chunk(piece)
                 if "error" in chunk:
+                    await self._count_once()
                     yield event(chunk)
                     return
                 shown = self._shown(chunk)
@@ -246,7 +250,13 @@ class Relay:
         # What the worker has made counts, whether or not the client still took it.
         for piece in await self.source.close():
             self._usage = read_chunk(piece).get("usage") or self._usage
-        await _count(self._services, self._asked, self._usage)
+        await self._count_once()
+
+    async def _count_once(self) -> None:
+        """In the store before the client sees the end, so that whoever asks then finds it."""
+        if not self._counted:
+            self._counted = True
+            await _count(self._services, self._asked, self._usage)
 
 
 def read_chunk(piece: str) -> dict[str, Any]:
