@@ -2,8 +2,8 @@
 
 Simulates the allocator's large pool (best fit, blocks split when more than 1 MiB is left over, neighbours merged when
 freed, segments of 20 MiB or rounded up to 2 MiB; c10/cuda/CUDACachingAllocator.cpp) over the tensors of a LoRA step
-with checkpointing, and prints cached over peak for packed rows (all of one length) and for rows of log-normal length.
-The estimator's constant for varying lengths is the median of the second.
+with and without checkpointing, and prints cached over peak for packed rows (all of one length) and for rows of
+log-normal length. The estimator's constants for varying lengths are the medians of the latter.
 """
 
 from __future__ import annotations
@@ -105,18 +105,27 @@ MODELS = {
 }
 
 
-def step(pool: Allocator, tokens: int, width: Widths) -> None:
+def step(pool: Allocator, tokens: int, width: Widths, checkpointing: bool) -> None:
     """Tensors of one step in their order; sizes in bytes."""
     new, drop = pool.allocate, pool.release
     hidden, hidden32 = tokens * width.hidden * 2, tokens * width.hidden * 4
     inner, keys = tokens * width.inner * 2, tokens * width.keys * 2
     inputs = [new(hidden)]
+    kept: list[list[Block]] = []
+
+    def forward() -> list[Block]:
+        return [new(size) for size in (hidden32, hidden, hidden, keys, keys, hidden, keys, hidden, hidden, hidden32,
+                                       hidden, inner, inner, inner, inner)]  # fmt: skip
+
     for _ in range(width.layers):
-        inputs.append(_forward_without_saving(pool, hidden, hidden32, inner, keys))
+        if checkpointing:
+            inputs.append(_forward_without_saving(pool, hidden, hidden32, inner, keys))
+        else:
+            kept.append(forward())
+            inputs.append(new(hidden))
     gradient = _head(pool, tokens, width, hidden, hidden32)
     for _ in range(width.layers):
-        saved = [new(size) for size in (hidden32, hidden, hidden, keys, keys, hidden, keys, hidden, hidden, hidden32,
-                                        hidden, inner, inner, inner, inner)]  # fmt: skip
+        saved = forward() if checkpointing else kept.pop()
         gradients = [new(inner) for _ in range(3)]
         drop(*gradients)
         below = new(hidden)
@@ -174,10 +183,10 @@ def _head(pool: Allocator, tokens: int, width: Widths, hidden: int, hidden32: in
     return last
 
 
-def cached_over_peak(width: Widths, length: Callable[[random.Random], int], seed: int) -> float:
+def cached_over_peak(width: Widths, length: Callable[[random.Random], int], seed: int, checkpointing: bool) -> float:
     pool, dice = Allocator(), random.Random(seed)
     for _ in range(STEPS):
-        step(pool, length(dice), width)
+        step(pool, length(dice), width, checkpointing)
     return pool.reserved / pool.peak
 
 
@@ -187,14 +196,19 @@ def log_normal(dice: random.Random) -> int:
 
 
 def main() -> None:
-    packed, varying = [], []
-    for name, width in MODELS.items():
-        same = cached_over_peak(width, lambda _: LONGEST, 0)
-        different = [cached_over_peak(width, log_normal, seed) for seed in range(3)]
-        packed.append(same)
-        varying += different
-        print(f"{name:36} packed {same:.2f}   varying {', '.join(f'{factor:.2f}' for factor in different)}")
-    print(json.dumps({"packed": round(statistics.median(packed), 3), "varying": round(statistics.median(varying), 3)}))
+    figures: dict[str, float] = {}
+    for checkpointing in (True, False):
+        packed, varying = [], []
+        suffix = "" if checkpointing else "_without_checkpointing"
+        for name, width in MODELS.items():
+            same = cached_over_peak(width, lambda _: LONGEST, 0, checkpointing)
+            different = [cached_over_peak(width, log_normal, seed, checkpointing) for seed in range(3)]
+            packed.append(same)
+            varying += different
+            print(f"{name:36} packed{suffix} {same:.2f}   varying {', '.join(f'{x:.2f}' for x in different)}")
+        figures[f"packed{suffix}"] = round(statistics.median(packed), 3)
+        figures[f"varying{suffix}"] = round(statistics.median(varying), 3)
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -175,6 +175,9 @@ def _prepares(row: dict[str, str]) -> bool:
 
 def _parallel(row: dict[str, str]) -> Parallel:
     devices, text = int(float(row["num_gpus"] or 1)), row["parallelism"].lower()
+    if row["framework"].startswith("Qwen finetune.py") and row["method"] == "full":
+        # finetune_ds.sh of that repository, its script for full fine-tuning, uses DeepSpeed's stage 3.
+        return Parallel("zero3", devices)
     if devices == 1:
         return Parallel()
     if "device_map" in text or "model split" in text:

@@ -24,6 +24,10 @@ from tunerack.estimate.recipe import (
     trained_parameters,
 )
 
+# Numbers that DeepSpeed's stage 3 may keep gathered, and those it updates at a time; its documented defaults for
+# stage3_max_live_parameters and sub_group_size.
+LIVE_PARAMETERS = SUB_GROUP = 1e9
+
 # Device level, tuned on the single-GPU rows of fms-acceleration that print both figures (101 rows).
 # CUDA context, cuBLAS and cuDNN workspaces.
 CONTEXT_BYTES = 0.75e9
@@ -31,9 +35,9 @@ CONTEXT_BYTES = 0.75e9
 COLLECTIVE_BYTES = 2.0e9
 # Cached blocks that no longer fit what is asked for, as a share of what comes and goes within a step.
 FRAGMENTATION = 0.08
-# Cached over peak of what comes and goes when row lengths vary: the median of benchmarks/allocator.py, a simulation of
-# the allocator, in which blocks of shorter rows can't serve longer ones (1.2 when all rows are of one length).
-VARYING = 2.85
+# Cached over peak of what comes and goes when row lengths vary: the medians of benchmarks/allocator.py, a simulation of
+# the allocator, in which blocks of shorter rows can't serve longer ones (1.2 and 1.0 when all rows are of one length).
+VARYING, VARYING_WITHOUT_CHECKPOINTING = 2.85, 1.72
 # Bytes per logit that stay cached: buffers of the loss differ in size by dtype and shift, so each is cached for itself.
 CACHED_LOGIT_BYTES = 16.0
 # What the allocator can't give back even when it must, as a share of the allocated: the smallest gap between the runs
@@ -95,6 +99,7 @@ def estimate(shape: Shape, recipe: Recipe) -> Memory:
     resident = {"weights": weights, "adapters": adapters, "optimizer": moments, "gathered": gathered}
     if copy:
         resident["fp32 masters"] = 4.0 * number / over
+        temporary = 4.0 * min(number / over, SUB_GROUP)
     elif recipe.amp and not parallel.shards_weights:
         resident["16-bit copy"] = 2.0 * shape.parameters
     held = gradients if recipe.accumulates or not recipe.trains_base else 0.0
@@ -153,18 +158,22 @@ def _device_bytes(
     shape: Shape, recipe: Recipe, at: dict[str, dict[str, float]], totals: dict[str, float], stay: float
 ) -> float:
     """Cached blocks at their largest: the phases of a step need blocks of different sizes, and few are shared."""
-    phases = [totals["loss"], totals["layer"], totals["dequantised"], totals["end of backward"]]
+    gone = {name: totals[name] - stay - at[name].get("gradients", 0.0) for name in ("loss", "layer", "dequantised")}
+    phases = list(gone.values())
     if recipe.loss != "chunked":
         cached = (CACHED_LOGIT_BYTES * shape.vocab - activations.logits(shape, recipe)) * recipe.tokens
-        phases.append(totals["loss"] + max(0.0, cached))
-    within = max(phases) - stay
+        phases.append(gone["loss"] + max(0.0, cached))
+    within = max(phases)
     if recipe.varying:
-        within = max(within, VARYING * (max(totals["loss"], totals["layer"]) - stay))
+        factor = VARYING if recipe.checkpointing else VARYING_WITHOUT_CHECKPOINTING
+        within = max(within, factor * max(gone["loss"], gone["layer"]))
+    gradients = at["optimizer"]["gradients"]
     if not recipe.trains_base:
-        return max(stay + within, totals["optimizer"]) + FRAGMENTATION * within
+        return max(stay + gradients + within, totals["optimizer"]) + FRAGMENTATION * within
+    if recipe.varying:
+        return max(totals["optimizer"], stay + within)
     # Gradients and the update are many small blocks; they find little room in the large ones of the activations.
-    update = at["optimizer"]["gradients"] + at["optimizer"]["update"]
-    return max(totals["optimizer"], stay + within + update)
+    return max(totals["optimizer"], stay + within + gradients + at["optimizer"]["update"])
 
 
 def _moment_bytes(recipe: Recipe, width: int) -> float:
@@ -174,12 +183,15 @@ def _moment_bytes(recipe: Recipe, width: int) -> float:
 
 
 def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
-    """Unsharded parameters alive in a sharded step: embedding and head for all of it, and one layer."""
+    """Unsharded parameters alive in a sharded step: FSDP's embedding and head for all of it and one layer; DeepSpeed's
+    as many as it may keep."""
+    per_weight = 2.0 if recipe.trains_base else LINEAR_BYTES[recipe.weights]
+    if recipe.parallel.strategy == "zero3":
+        return per_weight * min(shape.parameters, LIVE_PARAMETERS)
     if not recipe.parallel.shards_weights:
         return 0.0
     root = shape.embedding * (1 if shape.tied else 2) * 2.0
     block = max(shape.layers, key=lambda layer: layer.parameters)
-    per_weight = 2.0 if recipe.trains_base else LINEAR_BYTES[recipe.weights]
     return root + block.parameters * per_weight
 
 

@@ -42,6 +42,15 @@ class Parallel:
     fp32_shards: bool = True
 
     @property
+    def deepspeed(self) -> bool:
+        return self.strategy.startswith("zero")
+
+    @property
+    def holds_fp32(self) -> bool:
+        """Trained parameters are held in fp32: DeepSpeed's masters, FSDP's shards."""
+        return self.deepspeed or (self.shards_moments and self.fp32_shards)
+
+    @property
     def shards_weights(self) -> bool:
         return self.strategy in ("fsdp", "zero3") and self.devices > 1
 
@@ -139,10 +148,9 @@ def trained_bytes(recipe: Recipe) -> int:
     """Width of a trained number as the optimizer holds it."""
     if not recipe.trains_base:
         return recipe.adapter_bytes
-    sharded_fp32 = recipe.parallel.shards_moments and recipe.parallel.fp32_shards
-    return 4 if recipe.amp or recipe.weights == "fp32" or sharded_fp32 else 2
+    return 4 if recipe.amp or recipe.weights == "fp32" or recipe.parallel.holds_fp32 else 2
 
 
 def computes_in_a_copy(recipe: Recipe) -> bool:
     """DeepSpeed computes in 16-bit weights and gradients and shards fp32 masters beside them."""
-    return recipe.trains_base and recipe.parallel.strategy.startswith("zero") and trained_bytes(recipe) == 4
+    return recipe.trains_base and recipe.parallel.deepspeed

@@ -18,6 +18,10 @@ from tunerack.network.collective import Ring
 
 # Sustained share of the dense peak in large matrix products.
 MATMUL_SHARE = 0.70
+# Share of the dense peak that attention between positions reaches, forward and backward: FlashAttention-2 on Ampere
+# (arXiv 2307.08691, Fig. 4 to 6) and on Hopper, where it reaches 35 % (arXiv 2407.08608, abstract).
+ATTENTION_SHARE = {"hopper": 0.35, "blackwell": 0.35}
+ATTENTION_SHARE_OTHERS = 0.50
 # Share of the bandwidth that streaming kernels reach.
 BANDWIDTH_SHARE = 0.80
 # Reads and writes of each saved activation from the forward pass to the end of backward.
@@ -27,11 +31,12 @@ TRAFFIC_PER_SAVED = 5.0
 OPTIMIZER_PASSES = 23
 # Host time of one eager operation, Python and autograd included: PyTorch's dispatcher takes 5 to 10 us.
 LAUNCH_S = 10e-6
-# Eager operations in forward: of a block without its linear maps, of a linear map, of an adapter on one (casts,
-# dropout, two products, scaling, sum), of unpacking 4-bit weights (scales of scales, offset, scales, weights, casts),
-# of picking and returning the tokens of one expert.
-BLOCK_OPERATIONS, LINEAR_OPERATIONS, ADAPTER_OPERATIONS = 40, 2, 8
-UNPACK_OPERATIONS, EXPERT_OPERATIONS = 8, 12
+# Eager operations in forward, counted in transformers, PEFT and bitsandbytes. Of a block without its linear maps; of
+# a linear map; of an adapter on one: two casts, dropout, two products, scaling, copy, sum, two module calls; of picking
+# and returning the tokens of one expert: where, a wait for its count, two gathers, activation, product, weighting,
+# scatter; of unpacking 4-bit weights: scales of scales, offset, three buffers, weights, casts, device switches.
+BLOCK_OPERATIONS, LINEAR_OPERATIONS, ADAPTER_OPERATIONS = 40, 2, 10
+UNPACK_OPERATIONS, EXPERT_OPERATIONS = 12, 16
 # Share of a collective that is not hidden behind products.
 EXPOSED = 0.3
 
@@ -54,14 +59,27 @@ class StepTime:
 
 
 def flops_per_token(shape: Shape, recipe: Recipe) -> float:
-    """Products per token: forward, its recomputation, gradients of inputs, and of weights where they are trained.
+    """Products per token: with weights and between positions; see the two parts."""
+    return weight_flops(shape, recipe) + attention_flops(shape, recipe)
 
-    A product with a weight costs two FLOP per weight and token (arXiv 2001.08361, section 2.1). Attention between
-    positions costs 4 * S * width forward, half of it causal, and two and a half times that backward.
+
+def weight_flops(shape: Shape, recipe: Recipe) -> float:
+    """Forward, its recomputation, gradients of inputs, and of weights where they are trained.
+
+    A product with a weight costs two FLOP per weight and token (arXiv 2001.08361, section 2.1).
     """
     passes = 4.0 + (2.0 if recipe.checkpointing else 0.0) + (2.0 if recipe.trains_base else 0.0)
     layers = sum(layer.active_weights for layer in shape.layers)
     head = shape.embedding * (6.0 if recipe.trains_base else 4.0)
+    adapters = 0.0 if recipe.trains_base else (passes + 2.0) * trained_parameters(shape, recipe) / recipe.adapters
+    if shape.is_moe and not recipe.trains_base:
+        adapters *= _active_share(shape)
+    return passes * layers + head + adapters
+
+
+def attention_flops(shape: Shape, recipe: Recipe) -> float:
+    """Scores and mixtures: 4 * S * width forward, half of it causal in a flash kernel, two and a half times that
+    backward (arXiv 2307.08691, section 4.1); states of a recurrent mixer."""
     between = 0.0
     for layer in shape.layers:
         if layer.attention is not None:
@@ -70,17 +88,16 @@ def flops_per_token(shape: Shape, recipe: Recipe) -> float:
             between += span * width * (1.0 if recipe.attention == "flash" else 2.0)
         if layer.state_space is not None:
             between += 6.0 * layer.state_space.inner * layer.state_space.state
-    adapters = 0.0 if recipe.trains_base else (passes + 2.0) * trained_parameters(shape, recipe) / recipe.adapters
-    if shape.is_moe and not recipe.trains_base:
-        adapters *= _active_share(shape)
-    return passes * layers + head + between * (4.5 if recipe.checkpointing else 3.5) + adapters
+    return between * (4.5 if recipe.checkpointing else 3.5)
 
 
 def step_time(shape: Shape, recipe: Recipe, gpu: Gpu, hardware: Hardware | None = None) -> StepTime:
     """Prior of a step on `gpu`; `hardware` gives the links when there are several devices."""
-    peak, bandwidth = gpu.peak_flops * MATMUL_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
-    compute = flops_per_token(shape, recipe) / peak
-    beta = compute + _traffic_per_token(shape, recipe) / bandwidth
+    bandwidth = gpu.bandwidth * BANDWIDTH_SHARE
+    attention_share = ATTENTION_SHARE.get(gpu.architecture, ATTENTION_SHARE_OTHERS)
+    beta = weight_flops(shape, recipe) / (gpu.peak_flops * MATMUL_SHARE)
+    beta += attention_flops(shape, recipe) / (gpu.peak_flops * attention_share)
+    beta += _traffic_per_token(shape, recipe) / bandwidth
 
     passes = 3.0 if recipe.checkpointing else 2.0
     per_weight = 2.0 + (LINEAR_BYTES[recipe.weights] + 2.0 if recipe.quantised else 0.0)
