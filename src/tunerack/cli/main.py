@@ -18,6 +18,8 @@ COMMANDS = {
     "quickstart": "Train two adapters at once and talk to both, in a few minutes.",
     "up": "Start the server of this machine.",
     "down": "Stop the server and its workers.",
+    "estimate": "Say what a fine-tune needs, takes and costs.",
+    "calibrate": "Measure training steps of this device, for estimates.",
     "train": "Plan a fine-tune and submit it.",
     "ps": "List jobs and workers.",
     "logs": "Show the events of a job.",

@@ -28,7 +28,8 @@ EVALUATION_SHARE = 1 / 3
 class Work:
     """What is to be done: rows by length, epochs, rows per optimizer step.
 
-    packing: rows are laid end to end into sequences of seq_len; evaluations, evaluation_tokens: of each; checkpoints
+    packing: rows are laid end to end into sequences of seq_len; evaluations, evaluation_tokens: of each; checkpoints;
+    max_steps: ends earlier, 0 sets no bound
     """
 
     lengths: Lengths
@@ -38,10 +39,19 @@ class Work:
     evaluations: int = 0
     evaluation_tokens: int = 0
     checkpoints: int = 10
+    max_steps: int = 0
+
+    def rows(self, seq_len: int) -> int:
+        """Rows of an epoch as batches see them."""
+        return self.lengths.packed_rows(seq_len) if self.packing else self.lengths.rows
+
+    def all_steps(self, seq_len: int) -> int:
+        """Optimizer steps of all epochs; each ends with the rows that are left over."""
+        return math.ceil(self.rows(seq_len) / self.batch_size) * self.n_epochs
 
     def steps(self, seq_len: int) -> int:
-        rows = self.lengths.packed_rows(seq_len) if self.packing else self.lengths.rows
-        return math.ceil(rows / self.batch_size) * self.n_epochs
+        steps = self.all_steps(seq_len)
+        return min(steps, self.max_steps) if self.max_steps else steps
 
     def batch_tokens(self, micro_batch: int, seq_len: int) -> float:
         """Tokens of a micro-batch, padding counted."""
@@ -96,7 +106,7 @@ def duration(
     rate: a calibration of this device for a micro-batch, instead of the prior
     """
     devices = recipe.parallel.devices
-    rows = min(work.batch_size, work.lengths.rows)
+    rows = min(work.batch_size, work.rows(recipe.seq_len))
     micro_batches = max(1, math.ceil(rows / (recipe.micro_batch * devices)))
     micro_batch = min(recipe.micro_batch, math.ceil(rows / devices))
     prior = steptime.step_time(shape, recipe, gpu, hardware)
@@ -106,8 +116,7 @@ def duration(
     step_s = micro_batches * (alpha + beta * tokens) + update
     steps = work.steps(recipe.seq_len)
     # The last batch of an epoch is smaller: rows, not steps, carry the tokens.
-    total_rows = work.lengths.packed_rows(recipe.seq_len) if work.packing else work.lengths.rows
-    filled = total_rows * work.n_epochs / max(1, steps * rows)
+    filled = work.rows(recipe.seq_len) * work.n_epochs / max(1, work.all_steps(recipe.seq_len) * rows)
     training = steps * ((step_s - update) * filled + update)
     evaluation = work.evaluations * work.evaluation_tokens * beta * EVALUATION_SHARE / devices
     saved = 2.0 * shape.parameters if recipe.trains_base else 4.0 * shape.lora_parameters(recipe.rank, recipe.targets)

@@ -12,6 +12,7 @@ from tunerack.estimate.memory import Memory
 from tunerack.estimate.plan import Interval
 from tunerack.estimate.recipe import Recipe
 
+UNAVOIDABLE = memory.UNAVOIDABLE
 # 90 % intervals, as factors: of tensors on stacks whose tensors are counted here, of device level, and where only the
 # size of the model is known. Set on the residuals of fms-acceleration (tensors 1.05, device level 1.22) with room for
 # other stacks.

@@ -10,14 +10,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Lengths:
-    """Rows by token length. counts: rows of each length, ascending; sampled_share: rows that were tokenised."""
+    """Rows by token length.
+
+    counts: rows of each length, ascending; sampled_share: of all rows, those that were counted
+    token_error: relative error of the lengths themselves, where they were guessed from the text
+    """
 
     counts: tuple[tuple[int, int], ...]
     sampled_share: float = 1.0
+    token_error: float = 0.0
 
     @classmethod
-    def of(cls, lengths: Iterable[int], sampled_share: float = 1.0) -> Lengths:
-        return cls(tuple(sorted(Counter(lengths).items())), sampled_share)
+    def of(cls, lengths: Iterable[int], sampled_share: float = 1.0, token_error: float = 0.0) -> Lengths:
+        return cls(tuple(sorted(Counter(lengths).items())), sampled_share, token_error)
 
     @classmethod
     def constant(cls, length: int, rows: int) -> Lengths:
@@ -49,22 +54,24 @@ class Lengths:
 
     @property
     def mean_error(self) -> float:
-        """Relative standard error of the mean that comes from sampling; 0 when every row was counted."""
+        """Relative standard error of the mean: of sampling, and of guessed lengths; 0 when all were counted."""
         if self.sampled_share >= 1.0 or self._sampled < 2:
-            return 0.0
+            return self.token_error
         variance = sum(count * (length - self.mean) ** 2 for length, count in self.counts) / (self._sampled - 1)
-        return math.sqrt(variance / self._sampled * (1 - self.sampled_share)) / self.mean
+        sampling = math.sqrt(variance / self._sampled * (1 - self.sampled_share)) / self.mean
+        return math.hypot(sampling, self.token_error)
 
     def cut(self, seq_len: int) -> Lengths:
         """Rows longer than `seq_len` are truncated to it."""
         counts: Counter[int] = Counter()
         for length, count in self.counts:
             counts[min(length, seq_len)] += count
-        return Lengths(tuple(sorted(counts.items())), self.sampled_share)
+        return Lengths(tuple(sorted(counts.items())), self.sampled_share, self.token_error)
 
     def dropped(self, seq_len: int) -> Lengths:
         """Without the rows that are longer than `seq_len`."""
-        return Lengths(tuple(pair for pair in self.counts if pair[0] <= seq_len), self.sampled_share)
+        kept = tuple(pair for pair in self.counts if pair[0] <= seq_len)
+        return Lengths(kept, self.sampled_share, self.token_error)
 
     def quantile(self, share: float) -> int:
         """Length that `share` of the rows do not exceed."""
