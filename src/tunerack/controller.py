@@ -226,7 +226,7 @@ class Controller:
             if any(worker.state == "ready" for worker in self.fleet.serving(base)):
                 self._warm.discard(base)
         snapshot = Snapshot(
-            waiting=tuple(WaitingJob(job.id, job.model) for job in live if job.lease is None),
+            waiting=tuple(WaitingJob(job.id, job.model, job.created_at) for job in live if job.lease is None),
             workers=self.fleet.views(lambda worker_id: tuple(jobs_of[worker_id])),
             wanted=tuple(dict.fromkeys([*self.fleet.wanted(), *sorted(self._warm)])),
             not_before=dict(self.fleet.not_before),
@@ -283,4 +283,3 @@ class Controller:
         worker = await self.fleet.ready(model, READY_TIMEOUT_S)
         with self.fleet.using(worker) as client:
             return await client.plan(spec, training, validation)
-

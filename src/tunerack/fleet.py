@@ -162,8 +162,12 @@ class Fleet:
         if worker.health.get("running") or worker.health.get("jobs"):
             worker.idle_since = self._now()
         status = worker.health.get("status")
-        if status == "failed":
-            message = f"{worker.base} could not be loaded: {worker.health.get('error') or 'no reason given'}"
+        problem = worker.health.get("error") or "no reason given"
+        if status == "failed" and worker.state == "ready":
+            # It has worked, so a new process may work again.
+            await self._lose(worker, f"the engine of worker {worker.id} has failed: {problem}", crashed=True)
+        elif status == "failed":
+            message = f"{worker.base} could not be loaded: {problem}"
             worker.state = "stopping"
             self._break(worker.base, Unavailable(message, code="base_load_failed"))
             await self._executor.stop(worker.handle, STOP_GRACE_S)

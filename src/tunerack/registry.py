@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import time
 from collections import defaultdict
@@ -14,7 +15,7 @@ from typing import Any
 from tunerack.catalog.models import Catalogue
 from tunerack.errors import Invalid, NotFound, TunerackError
 from tunerack.fleet import Fleet, Worker
-from tunerack.methods.identity import CONFIG_FILE, WEIGHTS_FILE, adapter_version
+from tunerack.methods.identity import CONFIG_FILE, WEIGHTS_FILE, adapter_version, read_index
 from tunerack.serve.router import Route, Target, candidates, not_found, route
 from tunerack.spec.names import check_name
 from tunerack.store.adapters import Adapter, AdapterName
@@ -30,16 +31,12 @@ PARTS = (CONFIG_FILE, WEIGHTS_FILE)
 class Registry:
     """The adapters folder and the names that point into it."""
 
-    def __init__(
-        self, store: Store, fleet: Fleet, catalogue: Catalogue, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, store: Store, fleet: Fleet, catalogue: Catalogue, now: Callable[[], float] = time.time) -> None:
         self._store = store
         self._fleet = fleet
         self._now = now
         # A hub name (`org/model`) is an alias, so nothing but adapters is looked up by what the client made up.
-        self.bases = {
-            name: model.name for model in reversed(catalogue.models) for name in (*model.aliases, model.name)
-        }
+        self.bases = {name: model.name for model in reversed(catalogue.models) for name in (*model.aliases, model.name)}
         self._folder = store.settings.adapters
         # Publishing and removing a folder must not cross: the same content has the same name.
         self._folder_lock = asyncio.Lock()
@@ -129,7 +126,7 @@ class Registry:
                 version=version,
                 base_model=job.model,
                 rank=json.loads((staged / CONFIG_FILE).read_text()).get("r"),
-                parameters=(status.get("plan") or {}).get("trainable_parameters"),
+                parameters=sum(math.prod(tensor.shape) for tensor in read_index(staged).tensors.values()),
                 size_bytes=folder_bytes(staged),
                 job_id=job.id,
                 created_at=self._now(),

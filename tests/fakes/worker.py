@@ -78,19 +78,17 @@ class Training:
         self.directory = Path(asked["directory"])
         self.task = asyncio.create_task(self.run())
 
-    def say(self, message: str, kind: str = "message", data: dict | None = None) -> None:
-        event = {"seq": len(self.events) + 1, "created_at": time.time(), "level": "info", "type": kind}
+    def say(self, message: str, kind: str = "message", data: dict | None = None, level: str = "info") -> None:
+        event = {"seq": len(self.events) + 1, "created_at": time.time(), "level": level, "type": kind}
         self.events.append({**event, "message": message, "data": data or {}})
 
     async def run(self) -> None:
         step_s = float(os.environ.get("FAKE_STEP_S", "0.02"))
         training = Path(self.asked["training_path"]).read_bytes()
         if b"BAD" in training:
-            self.error = {
-                "code": "invalid_training_file",
-                "message": "train.jsonl:1: is not a chat row",
-                "param": "training_file",
-            }
+            message = "train.jsonl:1: is not a chat row"
+            self.error = {"code": "invalid_training_file", "message": message, "param": "training_file"}
+            self.say(message, level="error")
             self.state = "failed"
             return
         kept = sorted(self.directory.glob("checkpoints/step-*"))

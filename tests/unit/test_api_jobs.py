@@ -188,8 +188,8 @@ class TestJobs:
         assert job.status == "failed"
         assert (job.error.code, job.error.param) == ("invalid_training_file", "training_file")
         assert "train.jsonl:1" in job.error.message
-        levels = {event.level for event in sdk.fine_tuning.jobs.list_events(job.id)}
-        assert "error" in levels
+        errors = [event.message for event in sdk.fine_tuning.jobs.list_events(job.id) if event.level == "error"]
+        assert errors == [job.error.message]
 
     def test_a_name_that_is_taken(self, sdk: OpenAI, training_file: str) -> None:
         body = {"model": MODEL, "training_file": training_file, "extra_body": {"adapter_name": "taken"}}

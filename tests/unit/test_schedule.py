@@ -23,19 +23,28 @@ def test_jobs_wait_while_their_base_is_loaded() -> None:
 
 
 def test_waiting_jobs_go_to_a_ready_worker_in_one_call() -> None:
-    decisions = decide(Snapshot(waiting("a1", "b1", "a2"), (WorkerView("w", "a", "ready"),)), 0.0)
+    decisions = decide(Snapshot(waiting("a1", "b1", "a2"), (WorkerView("w", "a", "ready"),)), 100.0)
     assert [d.job_ids for d in decisions if isinstance(d, AssignJobs)] == [("a1", "a2")]
     assert [d.base for d in decisions if isinstance(d, StartWorker)] == ["b"]
 
 
+def test_a_job_waits_a_moment_for_those_that_come_with_it() -> None:
+    ready = (WorkerView("w", "a", "ready"),)
+    jobs = (WaitingJob("a1", "a", since=10.0), WaitingJob("a2", "a", since=10.3))
+    assert decide(Snapshot(jobs[:1], ready), 10.2) == []
+    [assigned] = decide(Snapshot(jobs, ready), 10.5)
+    assert isinstance(assigned, AssignJobs)
+    assert assigned.job_ids == ("a1", "a2")
+
+
 def test_an_engine_takes_four_jobs() -> None:
     worker = WorkerView("w", "a", "ready", jobs=("x", "y", "z"))
-    [assigned] = decide(Snapshot(waiting("a1", "a2"), (worker,)), 0.0)
+    [assigned] = decide(Snapshot(waiting("a1", "a2"), (worker,)), 100.0)
     assert isinstance(assigned, AssignJobs)
     assert assigned.job_ids == ("a1",)
     assert "beside 3 running" in assigned.reason
     full = WorkerView("w", "a", "ready", jobs=("x", "y", "z", "u"))
-    assert decide(Snapshot(waiting("a1"), (full,)), 0.0) == []
+    assert decide(Snapshot(waiting("a1"), (full,)), 100.0) == []
 
 
 def test_the_longest_idle_worker_makes_room_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,8 +24,8 @@ from tunerack.serve.router import not_found
 from tunerack.settings import Settings
 from tunerack.store.home import Store
 
-# A person's own base models, which stand before the shipped ones of the same name.
-USER_MODELS = "models.toml"
+# A person's own base models, which stand before the shipped ones of the same name; workers read the same file.
+USER_MODELS = Path("catalog") / "models.toml"
 
 
 def create_app(

@@ -12,17 +12,19 @@ def decide(snapshot: Snapshot, now: float) -> list[Decision]:
     all are busy, whoever waits goes on waiting. At most one worker is stopped for each base that needs a place, and the
     start follows in a later round, when the place is really free.
     """
-    return [*_assignments(snapshot), *_places(snapshot, now)]
+    return [*_assignments(snapshot, now), *_places(snapshot, now)]
 
 
-def _assignments(snapshot: Snapshot) -> list[Decision]:
+def _assignments(snapshot: Snapshot, now: float) -> list[Decision]:
     decisions: list[Decision] = []
+    gathered = now - snapshot.limits.gather_s
     for worker in snapshot.workers:
         if worker.state != "ready":
             continue
         free = snapshot.limits.max_jobs_per_engine - len(worker.jobs)
-        chosen = tuple(job.id for job in snapshot.waiting if job.model == worker.base)[: max(0, free)]
-        if chosen:
+        here = [job for job in snapshot.waiting if job.model == worker.base]
+        chosen = tuple(job.id for job in here[: max(0, free)])
+        if chosen and any(job.since <= gathered for job in here):
             beside = f" beside {len(worker.jobs)} running" if worker.jobs else ""
             reason = f"{len(chosen)} waiting for {worker.base}{beside}; an engine takes {free} more"
             decisions.append(AssignJobs(worker.id, chosen, reason))

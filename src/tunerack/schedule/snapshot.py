@@ -9,16 +9,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Limits:
-    """max_workers: processes with a base model on this machine; max_jobs_per_engine: jobs trained together."""
+    """max_workers: processes with a base model on this machine; max_jobs_per_engine: jobs trained together;
+    gather_s: how long a job waits for others that are being sent, so that they start together."""
 
     max_workers: int = 2
     max_jobs_per_engine: int = 4
+    gather_s: float = 0.5
 
 
 @dataclass(frozen=True)
 class WaitingJob:
+    """`since`: when it was accepted, seconds on the clock of `now`."""
+
     id: str
     model: str
+    since: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,10 @@ class Checkpoint:
 def copy_checkpoints(
     connection: sqlite3.Connection, job_id: str, checkpoints: Iterable[Mapping[str, Any]], now: float
 ) -> None:
-    """Add those with a new step, in the caller's transaction."""
+    """Add those with a new step, in the caller's transaction; step 0 is the start of a job, not a result."""
     for checkpoint in checkpoints:
+        if not int(checkpoint["step"]):
+            continue
         connection.execute(
             "INSERT OR IGNORE INTO checkpoints (id, job_id, step, path, version, metrics, created_at)"
             " VALUES (?, ?, ?, ?, ?, ?, ?)",

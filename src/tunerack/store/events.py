@@ -56,6 +56,13 @@ def add_event(
     )
 
 
+def last_message(connection: sqlite3.Connection, job_id: str) -> str | None:
+    row = connection.execute(
+        "SELECT message FROM job_events WHERE job_id = ? ORDER BY seq DESC LIMIT 1", (job_id,)
+    ).fetchone()
+    return None if row is None else str(row["message"])
+
+
 def copy_events(
     connection: sqlite3.Connection, job_id: str, cursor: int, events: Iterable[Mapping[str, Any]], now: float
 ) -> int:

@@ -15,7 +15,7 @@ from tunerack.errors import Invalid, NotFound
 from tunerack.store.adapters import Adapter, adapter_exists, insert_adapter, name_taken, point_name
 from tunerack.store.checkpoints import copy_checkpoints
 from tunerack.store.database import Database, decode, encode
-from tunerack.store.events import add_event, copy_events
+from tunerack.store.events import add_event, copy_events, last_message
 from tunerack.store.idempotency import RequestIdentity, earlier_response, remember
 from tunerack.store.pages import Page, cut, position
 from tunerack.store.usage import Usage, add_usage
@@ -233,7 +233,9 @@ class Jobs:
         with self._database.transaction() as connection:
             if _leased(connection, job_id, lease) is None:
                 return False
-            add_event(connection, job_id, now, str(error.get("message", "")), level="error")
+            message = str(error.get("message", ""))
+            if message != last_message(connection, job_id):
+                add_event(connection, job_id, now, message, level="error")
             _finish(connection, job_id, "failed", now, error=error)
             return True
 
