@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from tunerack.api import adapters, files, generation, health, jobs, models, usage
+from tunerack.api.bases import default_base
 from tunerack.api.errors import on_http_error, on_tunerack_error
 from tunerack.api.requests import Gate
 from tunerack.api.services import Services
-from tunerack.catalog.models import load
 from tunerack.controller import Controller
-from tunerack.errors import Invalid, TunerackError
+from tunerack.errors import TunerackError
 from tunerack.executors.executor import Executor
 from tunerack.executors.local import LocalExecutor
 from tunerack.schedule.snapshot import Limits
-from tunerack.serve.router import not_found
 from tunerack.settings import Settings
 from tunerack.store.home import Store
-
-# A person's own base models, which stand before the shipped ones of the same name; workers read the same file.
-USER_MODELS = Path("catalog") / "models.toml"
 
 
 def create_app(
@@ -38,18 +33,12 @@ def create_app(
     """The control process as an ASGI application; its lifespan starts and stops the controller and the workers.
 
     executor: where workers run; this machine when None
-    default_model: base that is loaded at once, and that a loaded adapter is taken to be for
-    Raises Invalid for a default model that the catalogue doesn't have.
+    default_model: base that is loaded at once, and that a loaded adapter is taken to be for; see `default_base`
     """
-    catalogue = load(settings.home / USER_MODELS)
-    if default_model is not None:
-        found = catalogue.find(default_model)
-        if found is None:
-            raise Invalid(not_found(default_model, catalogue.names()).problems, param="model", code="model_not_found")
-        default_model = found.name
+    catalogue, default_base_name = default_base(settings, default_model)
     store = Store(settings)
     controller = Controller(
-        store, executor or LocalExecutor(settings), catalogue, default_model=default_model, limits=limits
+        store, executor or LocalExecutor(settings), catalogue, default_model=default_base_name, limits=limits
     )
     services = Services(settings, store, controller, catalogue)
 
