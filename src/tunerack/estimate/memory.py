@@ -167,13 +167,13 @@ def _device_bytes(
     if recipe.varying:
         factor = VARYING if recipe.checkpointing else VARYING_WITHOUT_CHECKPOINTING
         within = max(within, factor * max(gone["loss"], gone["layer"]))
-    gradients = at["optimizer"]["gradients"]
+    peak, gradients = max(totals.values()), at["optimizer"]["gradients"]
     if not recipe.trains_base:
-        return max(stay + gradients + within, totals["optimizer"]) + FRAGMENTATION * within
+        return max(stay + gradients + within, peak) + FRAGMENTATION * within
     if recipe.varying:
-        return max(totals["optimizer"], stay + within)
+        return max(peak, stay + at["loss"]["gradients"] + within)
     # Gradients and the update are many small blocks; they find little room in the large ones of the activations.
-    return max(totals["optimizer"], stay + within + gradients + at["optimizer"]["update"])
+    return max(peak, stay + within + gradients + at["optimizer"]["update"])
 
 
 def _moment_bytes(recipe: Recipe, width: int) -> float:
