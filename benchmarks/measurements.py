@@ -70,7 +70,7 @@ def read(path: Path) -> tuple[list[Run], list[tuple[str, str]]]:
                 continue
             try:
                 runs.append(_run(row, catalogue, hardware))
-            except (ValueError, Invalid) as error:
+            except (ValueError, KeyError, Invalid) as error:
                 left_out.append((row["id"], str(error).splitlines()[0]))
     return runs, left_out
 
@@ -129,7 +129,6 @@ def _gpu(row: dict[str, str], hardware: gpus.Hardware) -> gpus.Gpu:
 
 
 def _recipe(row: dict[str, str], shape: Shape) -> Recipe:
-    text = " ".join(row[key] for key in ("framework", "extra_kernels", "notes", "attention", "optimizer")).lower()
     method = row["method"].split(" ")[0].lower()
     if method not in ("full", "lora", "qlora"):
         raise ValueError(f"method {row['method']!r} is not estimated")
@@ -138,12 +137,14 @@ def _recipe(row: dict[str, str], shape: Shape) -> Recipe:
     if not sequence:
         raise ValueError("gives no sequence length")
     parallel = _parallel(row)
-    amp = "fp32 master" in row["weight_dtype"]
+    dtype = row["weight_dtype"].lower()
+    amp = method == "full" and any(word in dtype for word in ("fp32 master", "mixed", "amp"))
     kernels = (row["framework"] + " " + row["extra_kernels"]).lower()
     loss = "plain"
-    if "liger" in kernels or "chunked" in kernels or "unsloth" in kernels:
+    if "liger" in kernels or "unsloth" in kernels or ("chunked" in kernels and "torchtune" not in kernels):
         loss = "chunked"
-    elif "foak" in kernels:
+    elif "foak" in kernels or "litgpt" in kernels or "chunk" in kernels:
+        # litgpt and torchtune cut the loss into chunks but keep all logits in 16 bit.
         loss = "fused"
     return Recipe(
         method=method,  # type: ignore[arg-type]
@@ -162,8 +163,9 @@ def _recipe(row: dict[str, str], shape: Shape) -> Recipe:
         accumulates=float(row["grad_accum"] or 1) > 1,
         trained_embeddings="embedding" in row["lora_targets"],
         varying=not _full_rows(row),
+        offload_inputs="unsloth" in kernels,
         parallel=parallel,
-    ) if text is not None else Recipe()  # fmt: skip
+    )
 
 
 def _prepares(row: dict[str, str]) -> bool:
@@ -182,7 +184,7 @@ def _parallel(row: dict[str, str]) -> Parallel:
         return Parallel()
     if "device_map" in text or "model split" in text:
         raise ValueError("split over GPUs by layers is not estimated")
-    if "offload" in text or " ep" in text or "tp" in text.split():
+    if " ep" in text or re.search(r"\b[tp]p\b|tensor|pipeline", text):
         raise ValueError(f"parallelism {row['parallelism']!r} is not estimated")
     strategy = "ddp"
     if "fsdp" in text:
@@ -192,7 +194,7 @@ def _parallel(row: dict[str, str]) -> Parallel:
         strategy = f"zero{found[1]}" if found else "zero2"
     # The first sets of fms-acceleration's runs shard pure bf16 parameters, the later ("liger") set fp32 ones.
     fp32 = not (row["source_group"] == "fms-acceleration" and "liger" not in row["source"])
-    return Parallel(strategy, devices, fp32)  # type: ignore[arg-type]
+    return Parallel(strategy, devices, fp32, offload="offload" in text)  # type: ignore[arg-type]
 
 
 def _weights(row: dict[str, str], method: str) -> str:
@@ -202,7 +204,9 @@ def _weights(row: dict[str, str], method: str) -> str:
     if "gptq" in text:
         return "gptq-int4"
     if any(word in text for word in ("nf4", "4bit", "4-bit", "int4", "fp4")) or method == "qlora":
-        return "nf4-single" if "fp4" in text or "single" in text else "nf4"
+        # litgpt's "bnb.nf4" is without double quantisation, its "bnb.nf4-dq" with.
+        single = "fp4" in text or "single" in text or ("litgpt" in row["framework"].lower() and "dq" not in text)
+        return "nf4-single" if single else "nf4"
     return "fp32" if text.strip() in ("fp32", "float32", "32-true") else "bf16"
 
 
@@ -212,6 +216,9 @@ def _targets(row: dict[str, str], shape: Shape) -> tuple[str, ...] | str:  # typ
     found = tuple(dict.fromkeys(name for name in re.split(r"[\s,+]+", text) if name in names))
     if found:
         return found
+    spelled = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "projection": "o_proj"}
+    if named := tuple(spelled[word] for word in spelled if word in text.lower() and spelled[word] in names):
+        return named
     if text.upper().startswith("DEFAULT") or re.search(r"\bq\b.*\bv\b|attention", text):
         attention = [x.name for x in shape.layers[0].linears if x.role == "attention"]
         wanted = attention[:3] if re.search(r"\bk\b", text) or "attention" in text else [attention[0], attention[-2]]
@@ -221,10 +228,8 @@ def _targets(row: dict[str, str], shape: Shape) -> tuple[str, ...] | str:  # typ
 
 def _optimizer(row: dict[str, str]) -> str:
     text = row["optimizer"].lower()
-    if "paged" in text:
-        return "paged_adamw_8bit"
     if "8bit" in text or "8-bit" in text:
-        return "adamw_8bit"
+        return "paged_adamw_8bit" if "paged" in text else "adamw_8bit"
     if text.startswith("sgd"):
         return "sgd"
     return "adamw_fused" if "fused" in text else "adamw"

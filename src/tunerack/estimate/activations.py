@@ -34,8 +34,9 @@ def residual_bytes(recipe: Recipe) -> int:
 
 
 def checkpoint(shape: Shape, recipe: Recipe) -> float:
-    """Inputs of all layers."""
-    return len(shape.layers) * shape.hidden * residual_bytes(recipe)
+    """Inputs of all layers; of two when the others wait in the host's memory."""
+    layers = min(2, len(shape.layers)) if recipe.offload_inputs else len(shape.layers)
+    return layers * shape.hidden * residual_bytes(recipe)
 
 
 def checkpoint_in_backward(shape: Shape, recipe: Recipe) -> float:

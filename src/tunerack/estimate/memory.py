@@ -95,6 +95,8 @@ def estimate(shape: Shape, recipe: Recipe) -> Memory:
     temporary = 0.0
     if recipe.optimizer in ("adamw", "lion"):
         temporary = (number * width + embeddings * 2.0) / over
+    if parallel.offload:
+        weights = adapters = moments = temporary = 0.0
     gathered = _gathered_bytes(shape, recipe)
     resident = {"weights": weights, "adapters": adapters, "optimizer": moments, "gathered": gathered}
     if copy:
@@ -188,7 +190,7 @@ def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
     per_weight = 2.0 if recipe.trains_base else LINEAR_BYTES[recipe.weights]
     if recipe.parallel.strategy == "zero3":
         return per_weight * min(shape.parameters, LIVE_PARAMETERS)
-    if not recipe.parallel.shards_weights:
+    if not (recipe.parallel.shards_weights or recipe.parallel.offload):
         return 0.0
     root = shape.embedding * (1 if shape.tied else 2) * 2.0
     block = max(shape.layers, key=lambda layer: layer.parameters)

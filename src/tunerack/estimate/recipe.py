@@ -35,11 +35,16 @@ EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)
 
 @dataclass(frozen=True)
 class Parallel:
-    """Strategy over `devices` GPUs; fp32_shards: trained parameters are sharded as fp32 (HF Trainer with bf16)."""
+    """Strategy over `devices` GPUs.
+
+    fp32_shards: trained parameters are sharded as fp32 (HF Trainer with bf16)
+    offload: shards rest in the host's memory and come to the device a layer at a time
+    """
 
     strategy: Strategy = "single"
     devices: int = 1
     fp32_shards: bool = True
+    offload: bool = False
 
     @property
     def deepspeed(self) -> bool:
@@ -73,6 +78,7 @@ class Recipe:
     fused_norms: norms keep no fp32 copy; kbit_prepared: PEFT's prepare_model_for_kbit_training made all else fp32
     (it leaves GPTQ models as they are)
     amp: full fine-tuning keeps fp32 weights and computes in 16 bit
+    offload_inputs: layer inputs wait for backward in the host's memory
     varying: rows of different length follow one another unpacked; seq_len is the longest
     adapters: trained together on one base; accumulates: gradients live across micro-batches
     """
@@ -96,6 +102,7 @@ class Recipe:
     accumulates: bool = False
     trained_embeddings: bool = False
     varying: bool = False
+    offload_inputs: bool = False
     parallel: Parallel = Parallel()
 
     def __post_init__(self) -> None:
