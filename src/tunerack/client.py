@@ -22,6 +22,7 @@ _CLASSES: Mapping[int, type[TunerackError]] = {
     503: Unavailable,
 }
 CONNECT_TIMEOUT_S = 5.0
+_JSON = {"content-type": "application/json"}
 # As long as the OpenAI SDK waits for an answer.
 ANSWER_TIMEOUT_S = 600.0
 
@@ -96,7 +97,7 @@ class WorkerClient:
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[str]]:
         """The `data:` texts of an event stream, from when the worker has accepted the request."""
         try:
-            async with self._client.stream("POST", path, json=dict(body)) as response:
+            async with self._client.stream("POST", path, content=_encoded(body), headers=_JSON) as response:
                 if response.status_code != 200:
                     raise error_of(response.status_code, await response.aread())
                 yield _data_lines(response)
@@ -108,7 +109,8 @@ class WorkerClient:
     ) -> dict[str, Any]:
         try:
             timeout = httpx2.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s), pool=None)
-            response = await self._client.request(method, path, json=body, timeout=timeout)
+            content = None if body is None else _encoded(body)
+            response = await self._client.request(method, path, content=content, headers=_JSON, timeout=timeout)
         except httpx2.TransportError as error:
             raise _unreachable(error) from error
         if response.status_code >= 400:
@@ -121,6 +123,11 @@ class WorkerClient:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    # ASCII: whatever text a client sends can be written so.
+    return json.dumps(body).encode()
 
 
 async def _data_lines(response: httpx2.Response) -> AsyncIterator[str]:

@@ -119,8 +119,8 @@ class Controller:
 
     async def _follow(self, job: Job) -> None:
         """Bring one leased job up to date with what its worker says."""
-        worker = self.fleet.members[str(job.worker)]
-        if worker.client is None or worker.state != "ready":
+        worker = self.fleet.members.get(str(job.worker))
+        if worker is None or worker.client is None or worker.state != "ready":
             return
         try:
             if job.cancel_requested:

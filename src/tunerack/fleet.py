@@ -116,7 +116,8 @@ class Fleet:
             self._executor.forget(worker.id)
             await self._lose(worker, f"worker {worker.id} had ended when control came back", crashed=True)
             return
-        worker.base = handle.base
+        # No wait between these lines: of two that are adopted at once, one must see the other.
+        worker.base, worker.handle = handle.base, handle
         others = [other for other in self.serving(handle.base) if other.id != worker.id and other.handle]
         if others:
             log.warning("worker %s is one too many for %s; stopping it", worker.id, handle.base)
@@ -168,10 +169,9 @@ class Fleet:
             await self._lose(worker, f"the engine of worker {worker.id} has failed: {problem}", crashed=True)
         elif status == "failed":
             message = f"{worker.base} could not be loaded: {problem}"
-            worker.state = "stopping"
             self._break(worker.base, Unavailable(message, code="base_load_failed"))
-            await self._executor.stop(worker.handle, STOP_GRACE_S)
-            await self._lose(worker, message, crashed=False)
+            self.stop(worker.id, message)
+            await self._tell()
         elif status == "ok" and worker.state == "starting":
             await self._ready(worker)
 

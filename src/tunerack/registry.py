@@ -89,6 +89,8 @@ class Registry:
         return named
 
     def _stage(self, source: Path) -> Path:
+        if not source.is_absolute():
+            raise Invalid(f"{source} is not a full path", param="lora_path", hint="give the path from / on")
         if not source.is_dir():
             raise Invalid(f"{source} is not a folder", param="lora_path", hint="give the folder that PEFT saved")
         if not (source / WEIGHTS_FILE).is_file() or not (source / CONFIG_FILE).is_file():
@@ -108,8 +110,16 @@ class Registry:
     async def ensure_loaded(self, worker: Worker, version: str) -> None:
         """Have `version` in the worker; requests that need the same one share the load."""
         async with self._loading[worker.id, version]:
-            if version not in worker.adapters:
-                await self._load(worker, version, self._folder / version)
+            if version in worker.adapters:
+                return
+            described = await self._load(worker, version, self._folder / version)
+            if described["version"] != version:
+                worker.adapters.discard(version)
+                raise TunerackError(
+                    f"the files of adapter {version} have been changed to {described['version']}",
+                    where=f"adapters/{version}",
+                    hint="delete the adapter and load it again",
+                )
 
     async def publish(self, job: Job, status: Mapping[str, Any]) -> Adapter:
         """Copy what a job has made into the adapters folder. The row is the caller's to write.

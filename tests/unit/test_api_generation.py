@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 from urllib.parse import quote
@@ -104,7 +106,8 @@ class TestAnswers:
         for body in ({"stream": "yes"}, {"stream_options": {}}, {"stream": True, "stream_options": 3}):
             answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": ASK, **body})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(reversed(body)))
-        for content in (b"{", b"[]", b'{"messages": []}'):
+        broken = (b"{", b"[]", b'{"messages": []}', b'{"model": "\\ud800"}', b'{"model": NaN}', b"[" * 100_000, b"\xff")
+        for content in broken:
             assert http.post("/v1/chat/completions", content=content).status_code == 400
 
     def test_a_client_that_goes_away_ends_the_work_and_pays_for_what_was_made(
@@ -166,6 +169,18 @@ class TestAnswers:
 
 
 class TestAdapters:
+    def test_changed_files_are_not_served(
+        self, http: httpx2.Client, control: ControlProcess, adapter_folder: Path, tmp_path: Path
+    ) -> None:
+        version = load(http, "changed", adapter_folder).json()["version"]
+        [worker] = http.get("/v1/workers").json()["data"]
+        write_adapter(control.home / "adapters" / version, MODEL, seed=99)
+        os.kill(worker["pid"], signal.SIGKILL)
+        ask = {"model": "changed", "messages": ASK}
+        answer = until(lambda: (a := http.post("/v1/chat/completions", json=ask)).status_code != 503 and a)
+        assert (answer.status_code, "have been changed" in answer.text) == (500, True)
+        assert http.delete("/v1/models/changed").json()["deleted"]
+
     def test_models_show_names_and_no_paths(self, sdk: OpenAI, adapter: str, control: ControlProcess) -> None:
         models = {model.id: model for model in sdk.models.list()}
         assert models[adapter].parent == MODEL
@@ -227,7 +242,8 @@ class TestAdapters:
         (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
         cut = write_adapter(tmp_path / "c", MODEL, seed=1)
         (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-40])
-        for folder, words in ((pickled, "pickle"), (tmp_path / "none", "not a folder"), (cut, "end of the file")):
+        wrong = {pickled: "pickle", tmp_path / "none": "not a folder", Path("a"): "full path", cut: "end of the file"}
+        for folder, words in wrong.items():
             answer = load(http, "x", folder)
             assert answer.status_code == 400
             assert words in answer.json()["error"]["message"]

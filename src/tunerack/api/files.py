@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from tunerack.api.requests import identity_of, listing, query_limit, query_newest_first
+from tunerack.api.requests import identity_of, listing, query_limit, query_newest_first, whole_number
 from tunerack.api.services import services_of
 from tunerack.api.uploads import Upload
 from tunerack.errors import Invalid, Problem
@@ -81,11 +81,10 @@ def _check(filename: str | None, fields: Mapping[str, str]) -> int | None:
     if seconds is not None or anchor is not None:
         if anchor != "created_at":
             found.append(Problem(f"{anchor!r} is not an anchor", "expires_after[anchor]", 'write "created_at"'))
-        if seconds is None or not seconds.isdigit() or int(seconds) not in EXPIRES_AFTER_S:
+        life_s = whole_number(seconds or "")
+        if life_s not in EXPIRES_AFTER_S:
             bounds = f"from {EXPIRES_AFTER_S.start} to {EXPIRES_AFTER_S.stop - 1}"
             found.append(Problem(f"{seconds!r} is not a number of seconds {bounds}", "expires_after[seconds]"))
-        else:
-            life_s = int(seconds)
     if found:
         raise Invalid(found, param=found[0].where)
     return life_s

@@ -88,23 +88,35 @@ async def read_json(request: Request) -> dict[str, Any]:
     """The body, a JSON object; raises Invalid."""
     raw = await read_body(request)
     try:
-        body = json.loads(raw)
-    except ValueError as error:
+        body = json.loads(raw, parse_constant=_no_constant)
+        if rb"\ud" in raw.lower():
+            # Half a surrogate pair is legal in JSON, and can be written nowhere.
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise Invalid(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise Invalid("the body is not a JSON object")
     return body
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def whole_number(text: str) -> int | None:
+    """A number of at most nine digits, or None."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else None
+
+
 def identity_of(request: Request, route: str, asked: object) -> RequestIdentity:
     """What makes a request sent twice the same one; `asked` is what it asks for, free of encoding."""
     text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
-    retries = request.headers.get("x-stainless-retry-count", "0")
+    retries = whole_number(request.headers.get("x-stainless-retry-count", "0"))
     return RequestIdentity(
         route=route,
         body_hash=hashlib.sha256(text.encode()).hexdigest(),
         key=request.headers.get("idempotency-key") or None,
-        retry=retries.isdigit() and int(retries) > 0,
+        retry=bool(retries),
     )
 
 
@@ -112,9 +124,10 @@ def query_limit(request: Request, default: int, largest: int) -> int:
     raw = request.query_params.get("limit")
     if raw is None:
         return default
-    if not raw.isascii() or not raw.isdigit() or not 1 <= int(raw) <= largest:
-        raise Invalid(f"limit is {raw!r}; it is a whole number from 1 to {largest}", param="limit")
-    return int(raw)
+    limit = whole_number(raw)
+    if limit is None or not 1 <= limit <= largest:
+        raise Invalid(f"limit is {raw[:20]!r}; it is a whole number from 1 to {largest}", param="limit")
+    return limit
 
 
 def query_newest_first(request: Request) -> bool:

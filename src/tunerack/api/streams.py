@@ -25,7 +25,7 @@ Piece = str | TunerackError | None
 
 
 def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
 
 
 def error_event(error: TunerackError) -> bytes:

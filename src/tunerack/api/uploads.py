@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from tunerack.errors import Invalid
+from tunerack.errors import Invalid, TunerackError
 from tunerack.store.disk import Incoming
 
 MAX_FIELD_BYTES = 64 * 1024
 MAX_FIELDS = 32
+DRAIN_S = 20.0
 
 
 class Upload:
@@ -36,8 +39,17 @@ class Upload:
         self.incoming: Incoming | None = None
 
     async def __aenter__(self) -> Upload:
+        pieces = self._request.stream()
         try:
-            await self._read()
+            await self._read(pieces)
+        except TunerackError:
+            await self.__aexit__()
+            # A client that is still sending would not see the answer.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    async for _ in pieces:
+                        continue
+            raise
         except BaseException:
             await self.__aexit__()
             raise
@@ -51,7 +63,7 @@ class Upload:
     def fields(self) -> dict[str, str]:
         return {name: value.decode(errors="replace") for name, value in self._values.items()}
 
-    async def _read(self) -> None:
+    async def _read(self, pieces: AsyncIterator[bytes]) -> None:
         kind, options = parse_options_header(self._request.headers.get("content-type", ""))
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -70,7 +82,7 @@ class Upload:
             },
         )
         try:
-            async for piece in self._request.stream():
+            async for piece in pieces:
                 parser.write(piece)
                 await self._write()
             parser.finalize()

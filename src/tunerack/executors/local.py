@@ -68,6 +68,7 @@ class LocalExecutor:
             handle = await self._listening(worker_id, child.pid)
         except asyncio.CancelledError:
             self._kill_group(child.pid)
+            self.forget(worker_id)
             raise
         if handle is not None:
             return handle
