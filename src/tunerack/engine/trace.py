@@ -1,0 +1,162 @@
+"""The peak of a real training step without its memory: the same code runs on fake tensors.
+
+Fake tensors have shapes and types but no data. Every storage that an operation makes is counted from its birth until
+nothing refers to it any more, which is when the real one would be freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tunerack.engine.attention import DocumentAttention
+from tunerack.engine.base import BaseModel
+from tunerack.engine.decoder import Decoder, Layer
+from tunerack.engine.kernels import TokenLoss
+from tunerack.engine.linear import AdaptableLinear
+from tunerack.engine.training.microbatch import LOSS_CHUNK_ROWS, pack
+from tunerack.engine.training.parameters import AdapterParameters
+from tunerack.engine.training.route import Segment, TrainingRoute
+from tunerack.methods.lora import LoraConfig
+
+if TYPE_CHECKING:
+    from tunerack.engine.measure import Setting
+
+# What one kernel takes for itself, in copies of its input: log-sum-exp exponentiates into a buffer of its own.
+WORKSPACE = {"aten::logsumexp": 1.0}
+
+
+class Tally(TorchDispatchMode):
+    """Counts the bytes of living storages; `highest` is their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = 0
+        self.highest = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: Sequence[Any] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        result = operation(*arguments, **(options or {}))
+        workspace = WORKSPACE.get(operation._schema.name, 0.0)
+        if workspace:
+            self.highest = max(self.highest, self.used + round(workspace * _bytes(arguments[0])))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
+        return result
+
+    def count(self, tensor: Tensor) -> None:
+        """A tensor that was there before."""
+        self._count(tensor)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        size = storage.nbytes()
+        self.used += size
+        self.highest = max(self.highest, self.used)
+        weakref.finalize(storage, self._freed(key, size))
+
+    def _freed(self, key: int, size: int) -> Callable[[], None]:
+        def freed() -> None:
+            self.used -= size
+            self._seen.discard(key)
+
+        return freed
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def step_peak(base: BaseModel, setting: Setting, micro_batch_tokens: int) -> int:
+    """Peak bytes of tensors in one optimizer step of `setting`, weights, adapters and moments included."""
+    from tunerack.engine.measure import jobs_of
+
+    documents = {name: job.documents() for name, job in jobs_of(base, setting).items()}
+    batches = pack(documents, micro_batch_tokens)
+    config = LoraConfig.from_spec(setting.lora, base_model=base.name)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Tally() as tally:
+        decoder = _fake_decoder(base.decoder, fake.from_tensor)
+        adapters = {name: AdapterParameters(config, decoder.groups(), seed=0) for name in documents}
+        moments = [torch.zeros(2 * len(one.values)) for one in adapters.values()]
+        for tensor in _tensors(decoder):
+            tally.count(tensor)
+        for batch in batches:
+            _fake_pass(decoder, batch, adapters, setting.lora.dropout)
+        del moments
+    return tally.highest
+
+
+def _fake_pass(decoder: Decoder, batch: Any, adapters: dict[str, AdapterParameters], dropout: float) -> None:
+    """As `run_pass`, without the bookkeeping that reads values."""
+    segments, begin = [], 0
+    for name, rows in batch.items():
+        end = begin + sum(len(document.tokens) for document in rows)
+        segments.append(Segment(adapters[name], rows, begin, end, 0, 0, dropout))
+        begin = end
+    documents = [document for rows in batch.values() for document in rows]
+    trained = sum(weight > 0 for document in documents for weight in document.weights)
+    tokens = torch.zeros(begin, dtype=torch.int64)
+    positions = torch.zeros(begin, dtype=torch.int64)
+    chosen = torch.zeros(trained, dtype=torch.int64)
+    attention = DocumentAttention([len(document.tokens) for document in documents])
+    hidden = decoder.hidden(tokens, positions, attention, TrainingRoute(segments))
+    weights = torch.zeros(trained)
+    total, _ = TokenLoss.apply(hidden[chosen], decoder.head, tokens[chosen], weights, LOSS_CHUNK_ROWS)
+    total.backward()
+
+
+class _TracedDecoder(Decoder):
+    """Takes the rotation of each position from a table of one row: its size would need the values of the positions."""
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        table = torch.zeros(1, self.architecture.head_dim // 2, dtype=self.dtype, device=self.device)
+        return table[positions][:, None], table[positions][:, None]
+
+
+def _fake_decoder(decoder: Decoder, fake: Callable[[Tensor], Tensor]) -> Decoder:
+    def optional(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else fake(tensor)
+
+    def linear(group: AdaptableLinear) -> AdaptableLinear:
+        return AdaptableLinear(group.index, group.projections, fake(group.weight), optional(group.bias))
+
+    layers = [
+        Layer(
+            fake(layer.attention_norm),
+            linear(layer.qkv),
+            optional(layer.q_norm),
+            optional(layer.k_norm),
+            linear(layer.output),
+            fake(layer.mlp_norm),
+            linear(layer.gate_up),
+            linear(layer.down),
+        )
+        for layer in decoder.layers
+    ]
+    embedding = fake(decoder.embedding)
+    head = embedding if decoder.head is decoder.embedding else fake(decoder.head)
+    return _TracedDecoder(decoder.architecture, embedding, layers, fake(decoder.norm), head)
+
+
+def _tensors(decoder: Decoder) -> list[Tensor]:
+    found = [decoder.embedding, decoder.norm, decoder.head]
+    for layer in decoder.layers:
+        found += [layer.attention_norm, layer.mlp_norm]
+        found += [tensor for tensor in (layer.q_norm, layer.k_norm) if tensor is not None]
+    for group in decoder.groups():
+        found += [tensor for tensor in (group.weight, group.bias) if tensor is not None]
+    return found
