@@ -17,9 +17,11 @@ from tunerack.fleet import Fleet, Loss, Worker
 from tunerack.registry import READY_TIMEOUT_S, Registry
 from tunerack.schedule.fifo import decide
 from tunerack.schedule.snapshot import AssignJobs, Limits, Snapshot, StartWorker, StopWorker, WaitingJob
+from tunerack.store.adapters import Adapter
 from tunerack.store.database import DiskFull
 from tunerack.store.home import Store
 from tunerack.store.jobs import Job
+from tunerack.store.results import write_results
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +162,7 @@ class Controller:
             except (OSError, Invalid) as error:
                 await self._fail(job, {"code": "internal_error", "message": f"the adapter is lost: {error}"})
                 return True
-            if await asyncio.to_thread(jobs.succeed, job.id, lease, status, adapter, self._now()):
+            if await asyncio.to_thread(self._succeed, job, status, adapter):
                 log.info("job %s has made %s (%s)", job.id, job.adapter_name, adapter.version)
             return True
         await asyncio.to_thread(jobs.report, job.id, lease, status, self._now())
@@ -171,6 +173,16 @@ class Controller:
             await asyncio.to_thread(jobs.cancelled, job.id, lease, self._now())
             return True
         return False
+
+    def _succeed(self, job: Job, status: Mapping[str, Any], adapter: Adapter) -> bool:
+        """The file of results is there before its row is; one without a row is swept at the next start."""
+        if not self.store.jobs.report(job.id, str(job.lease), status, self._now()):
+            return False
+        result = write_results(self.store, job.id, self._now())
+        done = self.store.jobs.succeed(job.id, str(job.lease), status, adapter, self._now(), result=result)
+        if not done:
+            (self.store.settings.files / result.id).unlink(missing_ok=True)
+        return done
 
     async def _fail(self, job: Job, error: Mapping[str, Any]) -> None:
         shown = {

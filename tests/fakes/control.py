@@ -1,4 +1,7 @@
-"""A real control process over fake workers, `python -m fakes.control HOME [DEFAULT_MODEL]`, and its keeper."""
+"""A real control process, `python -m fakes.control HOME [DEFAULT_MODEL]`, and its keeper.
+
+Its workers are fakes, or real ones with REAL_WORKERS=1 in the environment.
+"""
 
 from __future__ import annotations
 
@@ -94,12 +97,13 @@ def until(look: Callable[[], T | None], timeout_s: float = 30.0, every_s: float 
 
 def main() -> None:
     from tunerack.api.serve import run
-    from tunerack.executors.local import LocalExecutor
+    from tunerack.executors.local import WORKER_COMMAND, LocalExecutor
     from tunerack.settings import Settings
 
     environment = {name: value for name, value in os.environ.items() if name.startswith("TUNERACK_")}
     settings = Settings.from_environment({"TUNERACK_PORT": "0", **environment, "TUNERACK_HOME": sys.argv[1]})
-    run(settings, sys.argv[2] if len(sys.argv) > 2 else None, executor=LocalExecutor(settings, FAKE_WORKER))
+    executor = LocalExecutor(settings, WORKER_COMMAND if os.environ.get("REAL_WORKERS") else FAKE_WORKER)
+    run(settings, sys.argv[2] if len(sys.argv) > 2 else None, executor=executor)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,12 @@ class TestJobs:
         checkpoints = list(sdk.fine_tuning.jobs.checkpoints.list(job.id, limit=3))
         assert [row.step_number for row in checkpoints] == [12, 9, 6, 3]
         assert checkpoints[0].metrics.train_loss == 4.0 / 12
+        [result] = done.result_files
+        assert sdk.files.retrieve(result).purpose == "fine-tune-results"
+        lines = sdk.files.content(result).read().decode().splitlines()
+        assert lines[0] == "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
+        assert lines[1:3] == ["1,4.0,,,", "2,2.0,,,"]
+        assert len(lines) == 13
         assert done.fine_tuned_model in [model.id for model in sdk.models.list()]
         assert "support" in [job.metadata["team"] for job in sdk.fine_tuning.jobs.list(metadata={"team": "support"})]
 

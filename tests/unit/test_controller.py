@@ -183,7 +183,11 @@ class TestControl:
             assert [job["status"] for job in done] == ["succeeded"] * len(accepted)
             assert [job["fine_tuned_model"] for job in done] == [name for _, name in accepted]
             assert all(job["trained_tokens"] == STEPS * TOKENS_PER_STEP for job in done)
-            assert {file["id"] for file in client.files()} == set(files)
+            uploads = [file["id"] for file in client.files() if file["purpose"] == "fine-tune"]
+            assert set(uploads) == set(files)
+            results = [file["id"] for file in client.files() if file["purpose"] == "fine-tune-results"]
+            assert sorted(results) == sorted(job["result_files"][0] for job in done)
+            assert {path.name for path in (home / "files").iterdir()} == {*uploads, *results}
             usage = {row["name"]: row["trained_tokens"] for row in client.usage() if row["kind"] == "training"}
             assert usage == {name: STEPS * TOKENS_PER_STEP for _, name in accepted}, "counted once each"
             for job_id, _ in accepted:

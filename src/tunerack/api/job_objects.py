@@ -36,7 +36,7 @@ def job_object(job: Job, now: float) -> dict[str, Any]:
         "hyperparameters": hyperparameters,
         "model": job.model,
         "organization_id": "tunerack",
-        "result_files": [],
+        "result_files": [] if job.result_file is None else [job.result_file],
         "seed": int(spec.get("seed", 0)),
         "status": job.state,
         "trained_tokens": job.trained_tokens if job.finished else None,

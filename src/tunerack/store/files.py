@@ -29,6 +29,15 @@ def new_file_id() -> str:
     return f"file-{secrets.token_hex(12)}"
 
 
+def insert_file(connection: sqlite3.Connection, file: File) -> None:
+    """The row of a file whose bytes are there, in the caller's transaction."""
+    connection.execute(
+        "INSERT INTO files (id, filename, purpose, size_bytes, sha256, created_at, expires_at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (file.id, file.filename, file.purpose, file.size_bytes, file.sha256, file.created_at, file.expires_at),
+    )
+
+
 class Files:
     """The table `files`."""
 
@@ -43,19 +52,7 @@ class Files:
                 row = connection.execute("SELECT * FROM files WHERE id = ?", (earlier,)).fetchone()
                 if row is not None:
                     return _file(row)
-            connection.execute(
-                "INSERT INTO files (id, filename, purpose, size_bytes, sha256, created_at, expires_at)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    file.id,
-                    file.filename,
-                    file.purpose,
-                    file.size_bytes,
-                    file.sha256,
-                    file.created_at,
-                    file.expires_at,
-                ),
-            )
+            insert_file(connection, file)
             remember(connection, request, file.id, now)
         return file
 

@@ -16,6 +16,7 @@ from tunerack.store.adapters import Adapter, adapter_exists, insert_adapter, nam
 from tunerack.store.checkpoints import copy_checkpoints
 from tunerack.store.database import Database, decode, encode
 from tunerack.store.events import add_event, copy_events, last_message
+from tunerack.store.files import File, insert_file
 from tunerack.store.idempotency import RequestIdentity, earlier_response, remember
 from tunerack.store.pages import Page, cut, position
 from tunerack.store.usage import Usage, add_usage
@@ -36,6 +37,7 @@ class Job:
     event_cursor: `seq` of the last event taken from the worker under this lease
     restart_step, stalled_restarts: furthest step at the last restart; restarts since then without a further step
     report: rows in, kept and dropped; plan: steps, tokens and predicted seconds
+    result_file: id of the file with the metrics of every step
     """
 
     id: str
@@ -65,6 +67,7 @@ class Job:
     plan: Mapping[str, Any] | None = None
     error: Mapping[str, Any] | None = None
     adapter_version: str | None = None
+    result_file: str | None = None
     started_at: float | None = None
     finished_at: float | None = None
 
@@ -208,8 +211,17 @@ class Jobs:
             ),
         )
 
-    def succeed(self, job_id: str, lease: str, status: Mapping[str, Any], adapter: Adapter, now: float) -> bool:
-        """End a job with its adapter: last events, version, name and trained tokens in one transaction.
+    def succeed(
+        self,
+        job_id: str,
+        lease: str,
+        status: Mapping[str, Any],
+        adapter: Adapter,
+        now: float,
+        *,
+        result: File | None = None,
+    ) -> bool:
+        """End a job with its adapter: last events, version, name, result and trained tokens in one transaction.
 
         False, and no change, under another lease, so that nothing is registered or counted twice.
         """
@@ -225,6 +237,9 @@ class Jobs:
             add_usage(connection, usage, now)
             add_event(connection, job_id, now, f"New fine-tuned model created: {job.adapter_name}")
             add_event(connection, job_id, now, "The job has successfully completed")
+            if result is not None:
+                insert_file(connection, result)
+                connection.execute("UPDATE jobs SET result_file = ? WHERE id = ?", (result.id, job_id))
             _finish(connection, job_id, "succeeded", now, adapter_version=adapter.version)
             return True
 

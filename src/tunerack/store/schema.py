@@ -131,4 +131,7 @@ MIGRATIONS: tuple[str, ...] = (
         PRIMARY KEY (route, key)
     );
     """,
+    """
+    ALTER TABLE jobs ADD COLUMN result_file TEXT;
+    """,
 )
