@@ -19,6 +19,7 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 class BaseIdentity:
     """What an adapter must agree with: names that mean this base, its fingerprint, its linear layers [in, out]."""
 
+    name: str
     names: frozenset[str]
     fingerprint: str
     modules: Mapping[str, tuple[int, int]]
@@ -75,7 +76,7 @@ def _wrong_base(config: LoraConfig, index: TensorIndex, base: BaseIdentity) -> I
     name = config.base_model
     if name and name not in base.names and name.rstrip("/").rsplit("/", 1)[-1] not in base.names:
         yield Problem(
-            f"is for the base model {name!r}, not for {sorted(base.names)[0]!r}",
+            f"is for the base model {name!r}, not for {base.name!r}",
             f"{CONFIG_FILE}: base_model_name_or_path",
             "load it where that base is served; if the name is only spelled differently, correct it in the file",
         )

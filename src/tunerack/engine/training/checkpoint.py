@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ KEPT = 3
 class Checkpoint:
     """A complete checkpoint of a job.
 
-    border: the moment at which all jobs of the group were saved together; group: the jobs saved at it
+    border: the moment at which all jobs of the group were saved together; group: those jobs and their steps at it
     """
 
     path: Path
     step: int
     border: str
-    group: tuple[str, ...]
+    group: Mapping[str, int]
     created_at: float
     trained_tokens: int
     data_digest: str
@@ -55,7 +55,7 @@ def folder(job_directory: Path) -> Path:
 
 
 def write_checkpoint(
-    job: TrainingJob, *, border: str, group: Sequence[str], base_fingerprint: str, now: float | None = None
+    job: TrainingJob, *, border: str, group: Mapping[str, int], base_fingerprint: str, now: float | None = None
 ) -> Checkpoint:
     """Save everything that decides the job's future; raises OSError when the disk can't take it, leaving no trace."""
     parent = folder(job.directory)
@@ -71,7 +71,7 @@ def write_checkpoint(
             path=target,
             step=job.step,
             border=border,
-            group=tuple(group),
+            group=dict(group),
             created_at=time.time() if now is None else now,
             trained_tokens=job.trained_tokens,
             data_digest=job.dataset.digest,
@@ -101,7 +101,7 @@ def list_checkpoints(job_directory: Path) -> list[Checkpoint]:
         except (OSError, ValueError):
             continue
         state.pop("spec")
-        found.append(Checkpoint(**{**state, "path": path, "group": tuple(state["group"])}))
+        found.append(Checkpoint(**{**state, "path": path}))
     return found
 
 
@@ -114,18 +114,19 @@ def prune(job_directory: Path) -> None:
 
 
 def choose(directories: Mapping[str, Path]) -> dict[str, Checkpoint | None]:
-    """For jobs that resume together, the newest checkpoint of each that all of its group still have.
+    """For jobs that resume together, the newest checkpoint of each that no other of its group is behind.
 
-    A crash between the writes of two jobs of one border leaves the first one step ahead; both then go back to the
-    border before, so that they meet again in the same passes.
+    A crash between the writes of two jobs of one border leaves the first one ahead; both then go back to the border
+    before, so that they meet again in the same passes.
     """
     available = {name: list_checkpoints(directory) for name, directory in directories.items()}
-    borders = {name: {c.border for c in checkpoints} for name, checkpoints in available.items()}
+    reached = {name: checkpoints[0].step for name, checkpoints in available.items() if checkpoints}
+
+    def met(checkpoint: Checkpoint) -> bool:
+        return all(reached.get(name, step) >= step for name, step in checkpoint.group.items())
+
     return {
-        name: next(
-            (c for c in checkpoints if all(c.border in borders[member] for member in c.group if member in borders)),
-            None,
-        )
+        name: next((c for c in checkpoints if met(c)), checkpoints[0] if checkpoints else None)
         for name, checkpoints in available.items()
     }
 

@@ -65,7 +65,7 @@ def measure_rate(base: BaseModel) -> Rate:
     times = [min(_timed_pass(base, parameters, tokens) for _ in range(2)) for tokens in _PROBE_TOKENS]
     beta = max(1e-9, (times[1] - times[0]) / (_PROBE_TOKENS[1] - _PROBE_TOKENS[0]))
     alpha = max(0.0, times[0] - beta * _PROBE_TOKENS[0])
-    return Rate(alpha, beta, "calibrated here", spread=0.2)
+    return Rate(alpha, beta, "calibrated here")
 
 
 def _timed_pass(base: BaseModel, parameters: AdapterParameters, tokens: int) -> float:

@@ -104,12 +104,14 @@ class Trainer:
             if self._membership_changed:
                 self._at_border(self._checkpoint_all)
                 self._membership_changed = False
+            # A job can come back from a checkpoint that was its last.
+            self._at_border(self._finish_done)
             if not self._jobs:
                 yield
                 continue
             yield from self._joint_step()
             yield from self._evaluate()
-            self._at_border(self._finish_done)
+            self._at_border(self._checkpoint_due)
 
     def _admit(self) -> Iterator[None]:
         while self._arrivals:
@@ -212,14 +214,14 @@ class Trainer:
             self._jobs[name].metrics["valid_loss"] = loss
             self.records[name].evaluated(self._jobs[name], loss)
 
-    def _finish_done(self) -> None:
-        done = [job for job in self._jobs.values() if job.done]
-        due = any(self._steps_since_checkpoint >= int(job.spec.checkpoint_steps) for job in self._jobs.values())
-        if done or due:
+    def _checkpoint_due(self) -> None:
+        done = any(job.done for job in self._jobs.values())
+        if done or any(self._steps_since_checkpoint >= int(j.spec.checkpoint_steps) for j in self._jobs.values()):
             self._checkpoint_all()
-        for job in done:
-            if job.name in self._jobs:
-                self._finish(job)
+
+    def _finish_done(self) -> None:
+        for job in [job for job in self._jobs.values() if job.done]:
+            self._finish(job)
 
     def _finish(self, job: TrainingJob) -> None:
         """The last checkpoint's adapter is the result; one that adds nothing to the base is not called a success."""
@@ -244,7 +246,7 @@ class Trainer:
             self.records[name].cancelled()
 
     def _checkpoint_all(self) -> None:
-        border, group = uuid.uuid4().hex, sorted(self._jobs)
+        border, group = uuid.uuid4().hex, {name: job.step for name, job in self._jobs.items()}
         for name in group:
             try:
                 checkpoint = write_checkpoint(
