@@ -80,7 +80,7 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     real, traced = (measure(options, MEMORY, what) for what in ("memory", "trace"))
     predicted_errors, traced_errors = [], []
     for setting, one, other in zip(MEMORY, real, traced, strict=True):
-        lora = LoraSpec(**{**setting.get("lora", {})})
+        lora = LoraSpec(**setting.get("lora", {}))
         adapters = setting.get("adapters", 1)
         parts = [Part(lora, one["tokens"] // adapters, one["trained"] // adapters)] * adapters
         predicted = peak(model.shape, parts).total_bytes

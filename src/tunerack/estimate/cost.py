@@ -29,7 +29,7 @@ class Work:
     """What is to be done: rows by length, epochs, rows per optimizer step.
 
     packing: rows are laid end to end into sequences of seq_len; evaluations, evaluation_tokens: of each; checkpoints;
-    max_steps: ends earlier, 0 sets no bound
+    max_steps: ends earlier, 0 sets no bound; padded: rows of a batch are padded to its longest
     """
 
     lengths: Lengths
@@ -40,6 +40,7 @@ class Work:
     evaluation_tokens: int = 0
     checkpoints: int = 10
     max_steps: int = 0
+    padded: bool = True
 
     def rows(self, seq_len: int) -> int:
         """Rows of an epoch as batches see them."""
@@ -57,7 +58,8 @@ class Work:
         """Tokens of a micro-batch, padding counted."""
         if self.packing:
             return micro_batch * min(seq_len, self.lengths.tokens)
-        return self.lengths.cut(seq_len).padded_tokens(micro_batch)
+        cut = self.lengths.cut(seq_len)
+        return cut.padded_tokens(micro_batch) if self.padded else micro_batch * cut.mean
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from tunerack.estimate import memory
 from tunerack.estimate.memory import Memory
 from tunerack.estimate.plan import Interval
 from tunerack.estimate.recipe import Recipe
+from tunerack.estimate.trainer import Peak
 
 UNAVOIDABLE = memory.UNAVOIDABLE
 # 90 % intervals, as factors: of tensors on stacks whose tensors are counted here, of device level, and where only the
@@ -20,6 +21,8 @@ ALLOCATED_SPREAD, DEVICE_SPREAD, ASSUMED_SPREAD = 1.08, 1.25, 1.6
 
 Verdict = Literal["fits", "tight", "does not fit"]
 LARGEST_MICRO_BATCH = 4096
+# An interpreter with torch and transformers loaded.
+PROCESS_BYTES = 0.5e9
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,16 @@ def fit(shape: Shape, recipe: Recipe, gpu: Gpu) -> Fit:
         return Fit("tight", result, capacity, margin, reason)
     reason = f"{result.device_bytes / gb:.1f} GB expected, {required:.1f} GB required, of {room:.1f} GB"
     return Fit("fits", result, capacity, margin, reason)
+
+
+def of_trainer(found: Peak, device: Gpu) -> Fit:
+    """The verdict for tunerack's own trainer: its tensors, and what Python and torch need beside them."""
+    required = found.total_bytes * (1 + UNAVOIDABLE) + PROCESS_BYTES
+    capacity = device.usable_bytes
+    result = Memory(found.terms, found.moment, {found.moment: found.total_bytes}, found.total_bytes, required, required)
+    reason = f"needs {required / 1e9:.1f} GB of {capacity / 1e9:.1f} GB"
+    verdict: Verdict = "fits" if required <= capacity else "does not fit"
+    return Fit(verdict, result, capacity, capacity - required, reason)
 
 
 def allocated_interval(result: Memory, assumed: bool = False) -> Interval:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tunerack.catalog.gpus import CPU, Gpu, Hardware, Price, this_cpu
 from tunerack.catalog.shape import Shape
 from tunerack.errors import Invalid, Problem
-from tunerack.estimate import calibration, cost, fit
+from tunerack.estimate import calibration, cost, fit, trainer
 from tunerack.estimate.calibration import Measured
 from tunerack.estimate.cost import Offer, Work
 from tunerack.estimate.lengths import Lengths
+from tunerack.estimate.plan import Rate
 from tunerack.estimate.recipe import Parallel, Recipe
 from tunerack.spec.estimate import EstimateSpec
+from tunerack.spec.job import LINEAR_MODULES, LoraSpec
 
 # Where nothing says how long rows are.
 USUAL_ROWS, USUAL_TOKENS = 1000, 256
 AUTO_MICRO_BATCH = 64
+# Tokens of a pass of tunerack's own trainer: Settings.micro_batch_tokens.
+PASS_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,37 @@ def answer(
         placed = base.with_values(parallel=parallel(spec, shape, base, wanted))
         rate = calibration.choose(measured, wanted.gpu.name, spec.model, spec.method)
         for price in prices:
-            offers.append(cost.offer(shape, placed, work, wanted.gpu, hardware, price, rate))
+            if wanted.gpu.name == CPU:
+                offers.append(_here(spec, shape, placed, work, wanted.gpu, hardware, price, rate))
+            else:
+                offers.append(cost.offer(shape, placed, work, wanted.gpu, hardware, price, rate))
     ranked = cost.rank(offers, by=spec.by, deadline_s=spec.deadline_s or None, max_usd=spec.max_usd or None)
     if spec.max_usd and any(entry.usd is None for entry in ranked):
         notes.append("offers without a price can't be held against --max-usd")
     return Answer(spec, shape, lengths, tuple(ranked), cost.choice(ranked), tuple(notes))
+
+
+def _here(
+    spec: EstimateSpec,
+    shape: Shape,
+    base: Recipe,
+    work: Work,
+    cpu: Gpu,
+    hardware: Hardware,
+    price: Price | None,
+    rate: Rate | None,
+) -> Offer:
+    """This machine, where tunerack's own trainer runs: fp32, no padding, passes of a fixed number of tokens."""
+    lengths = work.lengths.cut(base.seq_len)
+    rows = max(1, min(work.batch_size, round(PASS_TOKENS / max(1.0, lengths.mean))))
+    own = base.with_values(weights="fp32", micro_batch=rows, loss="chunked", checkpointing=False, varying=False)
+    entry = cost.offer(shape, own, replace(work, padded=False), cpu, hardware, price, rate)
+    if spec.method != "lora" or not trainer.supports(shape):
+        return entry
+    lora = LoraSpec(rank=spec.rank, dropout=spec.dropout, target_modules=spec.targets or LINEAR_MODULES)
+    tokens = max(PASS_TOKENS, lengths.longest)
+    found = trainer.peak(shape, [trainer.Part(lora, tokens // spec.adapters, tokens // spec.adapters)] * spec.adapters)
+    return replace(entry, recipe=own, fit=fit.of_trainer(found, cpu))
 
 
 def sequence_length(spec: EstimateSpec, shape: Shape, lengths: Lengths) -> tuple[int, list[str]]:

@@ -37,6 +37,14 @@ class Peak:
     total_bytes: float
 
 
+def supports(shape: Shape) -> bool:
+    """The engine's decoder: attention with separate projections and a gated feed-forward block in every layer."""
+    names = {name for group in GROUPS for name in group}
+    return all(
+        layer.attention is not None and {linear.name for linear in layer.linears} == names for layer in shape.layers
+    )
+
+
 def peak(shape: Shape, parts: Sequence[Part], element_bytes: int = 4) -> Peak:
     """Peak bytes of tensors in a training step in which `parts` share each pass; base in `element_bytes` a number."""
     tokens = sum(part.tokens for part in parts)
