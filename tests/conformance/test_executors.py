@@ -14,7 +14,7 @@ import pytest
 from fakes.control import FAKE_WORKER
 from tunerack.errors import Invalid, Unavailable
 from tunerack.executors.executor import Executor, Handle
-from tunerack.executors.local import LocalExecutor
+from tunerack.executors.local import LocalExecutor, running_processes
 from tunerack.executors.null import NullExecutor, NullMachine
 from tunerack.settings import Settings
 
@@ -189,5 +189,25 @@ class TestLocal:
             handle = await executor.start(BASE, "w1")
             await executor.stop(handle, 0.2)
             assert not executor.alive(handle)
+
+        asyncio.run(life())
+
+    def test_a_start_that_is_given_up_leaves_no_process(self, tmp_path: Path) -> None:
+        marker = f"given-up-{os.getpid()}"
+
+        async def life() -> None:
+            executor = LocalExecutor(Settings(home=tmp_path), ("/bin/sh", "-c", "sleep 60; :", "--"))
+            starting = asyncio.create_task(executor.start(BASE, marker))
+            while not any(marker in process.arguments for process in running_processes()):
+                await asyncio.sleep(0.02)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            for _ in range(100):
+                if not any(marker in process.arguments for process in running_processes()):
+                    break
+                await asyncio.sleep(0.02)
+            assert not any(marker in process.arguments for process in running_processes())
+            assert list((tmp_path / "workers").iterdir()) == []
 
         asyncio.run(life())

@@ -213,3 +213,14 @@ class TestAdapters:
     def test_in_place_is_for_names_that_exist_too(self, store: Store) -> None:
         assert store.adapters.register("new", adapter("a"), 1.0, in_place=True) is None
         assert [named.name for named in store.adapters.names()] == ["new"]
+
+
+def test_a_read_does_not_wait_for_a_write(store: Store) -> None:
+    with store.database.transaction() as connection:
+        connection.execute("INSERT INTO usage VALUES ('n', 'v', 'chat', 1, 1, 1, 1, 1)")
+        seen: list[int] = []
+        reader = threading.Thread(target=lambda: seen.append(len(store.usage.all())))
+        reader.start()
+        reader.join(5.0)
+        assert seen == [0], "what is not committed is not seen"
+    assert len(store.usage.all()) == 1

@@ -17,7 +17,9 @@ from tunerack.store.adapters import AdapterName
 async def page(request: Request) -> Response:
     services = services_of(request)
     names = services.store.adapters.names()
-    bases = {name.adapter.base_model for name in names} | {worker.base for worker in _workers(services)}
+    bases = {name.adapter.base_model for name in names} | {
+        worker.base for worker in services.controller.fleet.members.values() if worker.base
+    }
     bases |= {job.model for job in services.store.jobs.live()}
     if services.controller.default_model:
         bases.add(services.controller.default_model)
@@ -33,7 +35,9 @@ async def retrieve(request: Request) -> Response:
     route = services.controller.registry.route(asked)
     if route.version is None:
         return JSONResponse({**_base_object(services, route.base), "id": asked})
-    return JSONResponse({**_adapter_object(services, services.store.adapters.named([route.name])[route.name])})
+    return JSONResponse(
+        {**_adapter_object(services, services.store.adapters.named([route.name])[route.name]), "id": asked}
+    )
 
 
 async def delete(request: Request) -> Response:
@@ -43,10 +47,6 @@ async def delete(request: Request) -> Response:
         raise Invalid(f"{name!r} is a base model; only adapters can be deleted", param="model")
     await services.controller.registry.release(name, keep_for_job=False)
     return JSONResponse({"id": name, "object": "model", "deleted": True})
-
-
-def _workers(services: Services) -> list[Any]:
-    return [worker for worker in services.controller.fleet.members.values() if worker.base]
 
 
 def _max_model_len(services: Services, base: str) -> int | None:

@@ -37,8 +37,9 @@ def disk_full(where: Path) -> DiskFull:
 
 
 class Database:
-    """A connection that threads may share; every write is one `BEGIN IMMEDIATE` transaction.
+    """Connections that threads may share; every write is one `BEGIN IMMEDIATE` transaction.
 
+    Reads have a connection of their own, so that they never wait for the disk that a write waits for.
     Raises Invalid when the file was written by a newer version, DiskFull when a write finds no room.
     """
 
@@ -46,11 +47,18 @@ class Database:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._lock = threading.RLock()
-        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
-        self._connection.row_factory = sqlite3.Row
-        for pragma in ("busy_timeout = 30000", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
-            self._connection.execute(f"PRAGMA {pragma}")
+        self._connection = self._connect()
         self._migrate(migrations)
+        self._reading = threading.Lock()
+        self._reader = self._connect()
+        self._reader.execute("PRAGMA query_only = ON")
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, timeout=30)
+        connection.row_factory = sqlite3.Row
+        for pragma in ("busy_timeout = 30000", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            connection.execute(f"PRAGMA {pragma}")
+        return connection
 
     def _migrate(self, migrations: Sequence[str]) -> None:
         self._connection.execute("CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL)")
@@ -89,15 +97,17 @@ class Database:
                 raise
 
     def rows(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
-        with self._lock:
-            return self._connection.execute(sql, parameters).fetchall()
+        with self._reading:
+            return self._reader.execute(sql, parameters).fetchall()
 
     def row(self, sql: str, parameters: Sequence[object] = ()) -> sqlite3.Row | None:
-        with self._lock:
-            found: sqlite3.Row | None = self._connection.execute(sql, parameters).fetchone()
+        with self._reading:
+            found: sqlite3.Row | None = self._reader.execute(sql, parameters).fetchone()
             return found
 
     def close(self) -> None:
+        with self._reading:
+            self._reader.close()
         with self._lock:
             self._connection.close()
 
