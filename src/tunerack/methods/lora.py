@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tunerack.errors import Invalid, Problem
 from tunerack.spec.job import LoraSpec
@@ -157,6 +157,7 @@ _READ = frozenset(
         "alpha_pattern",
         "layers_to_transform",
         "init_lora_weights",
+        "bias",
     }
 )
 # These start from a changed base; their plain files are only right on that changed base.
@@ -165,79 +166,95 @@ _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 def read_peft_config(config: Mapping[str, Any]) -> LoraConfig:
     """Read `adapter_config.json`; raises Invalid with every field that would not be applied in full."""
-    where = "adapter_config.json"
     problems: list[Problem] = []
 
     def wrong(name: str, message: str, hint: str | None = None) -> None:
-        problems.append(Problem(message, f"{where}: {name}", hint))
+        problems.append(Problem(message, f"adapter_config.json: {name}", hint))
 
-    if config.get("peft_type") != "LORA":
-        wrong("peft_type", f"is {config.get('peft_type')!r}; only LORA adapters can be applied")
-    rank = config.get("r")
-    if not _is_positive_int(rank):
-        wrong("r", f"is {rank!r}; it must be a whole number above 0")
-    alpha = config.get("lora_alpha", 8)
-    if not _is_number(alpha):
-        wrong("lora_alpha", f"is {alpha!r}; it must be a finite number")
-    for name in ("rank_pattern", "alpha_pattern"):
-        check = _is_positive_int if name == "rank_pattern" else _is_number
-        patterns = config.get(name) or {}
-        if not isinstance(patterns, Mapping) or not all(check(value) for value in patterns.values()):
-            wrong(name, "must map module patterns to numbers")
-        else:
-            for pattern in patterns:
-                _check_pattern(pattern, lambda message, name=name: wrong(name, message))
-    targets = config.get("target_modules")
-    if isinstance(targets, str):
-        _check_pattern(targets, lambda message: wrong("target_modules", message))
-    elif not (isinstance(targets, list | tuple | set) and targets and all(isinstance(t, str) for t in targets)):
-        wrong("target_modules", "must be a list of module names, or a pattern")
-    exclude = config.get("exclude_modules")
-    if isinstance(exclude, str):
-        _check_pattern(exclude, lambda message: wrong("exclude_modules", message))
-    if config.get("init_lora_weights", True) not in _PLAIN_INITS:
-        wrong(
-            "init_lora_weights",
-            f"{config['init_lora_weights']!r} changes the base weights; the adapter is only right on the changed base",
-            "convert it to a plain LoRA adapter with PEFT first",
-        )
-    if config.get("bias", "none") != "none":
-        wrong("bias", f"is {config['bias']!r}; trained biases would not be applied", "train with bias='none'")
-    layers = config.get("layers_to_transform")
-    if isinstance(layers, int):
-        layers = [layers]
-    if layers is not None and not (isinstance(layers, list) and all(isinstance(i, int) for i in layers)):
-        wrong("layers_to_transform", "must be a list of layer numbers")
-    if config.get("layers_pattern"):
-        wrong("layers_pattern", "is not supported; layer numbers are read from the module's own path")
-    for name, value in config.items():
-        if name in _HARMLESS or name in _READ or name == "bias" or value in (None, False, [], {}, ""):
-            continue
-        wrong(name, f"is {value!r}; it is not supported and would change the result")
+    _check_values(config, wrong)
+    _check_modules(config, wrong)
+    _check_method(config, wrong)
     if problems:
         raise Invalid(problems, code="adapter_refused")
+    targets, exclude = config["target_modules"], config.get("exclude_modules")
+    layers = config.get("layers_to_transform")
     return LoraConfig(
         rank=int(config["r"]),
-        alpha=float(alpha),
-        target_modules=targets if isinstance(targets, str) else tuple(sorted(targets or ())),
+        alpha=float(config.get("lora_alpha", 8)),
+        target_modules=targets if isinstance(targets, str) else tuple(sorted(targets)),
         use_rslora=bool(config.get("use_rslora")),
         rank_pattern=dict(config.get("rank_pattern") or {}),
         alpha_pattern=dict(config.get("alpha_pattern") or {}),
-        layers=tuple(layers) if layers else None,
+        layers=(layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
         exclude_modules=exclude if isinstance(exclude, str) or exclude is None else tuple(exclude),
         dropout=float(config.get("lora_dropout") or 0.0),
         base_model=config.get("base_model_name_or_path"),
     )
 
 
-def _check_pattern(pattern: str, wrong: Any) -> None:
+class _Wrong(Protocol):
+    def __call__(self, name: str, message: str, hint: str | None = None) -> None: ...
+
+
+def _check_values(config: Mapping[str, Any], wrong: _Wrong) -> None:
+    if not _is_positive_int(config.get("r")):
+        wrong("r", f"is {config.get('r')!r}; it must be a whole number above 0")
+    if not _is_number(config.get("lora_alpha", 8)):
+        wrong("lora_alpha", f"is {config['lora_alpha']!r}; it must be a finite number")
+    for name, check in (("rank_pattern", _is_positive_int), ("alpha_pattern", _is_number)):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, Mapping) or not all(check(value) for value in patterns.values()):
+            wrong(name, "must map module patterns to numbers")
+            continue
+        for pattern in patterns:
+            _check_pattern(name, pattern, wrong)
+
+
+def _check_modules(config: Mapping[str, Any], wrong: _Wrong) -> None:
+    targets, exclude = config.get("target_modules"), config.get("exclude_modules")
+    if isinstance(targets, str):
+        _check_pattern("target_modules", targets, wrong)
+    elif not targets or not _is_names(targets):
+        wrong("target_modules", "must be a list of module names, or a pattern")
+    if isinstance(exclude, str):
+        _check_pattern("exclude_modules", exclude, wrong)
+    elif exclude is not None and not _is_names(exclude):
+        wrong("exclude_modules", "must be a list of module names, or a pattern")
+    layers = config.get("layers_to_transform")
+    numbers = [layers] if isinstance(layers, int) else layers
+    if numbers is not None and not (isinstance(numbers, list) and all(isinstance(i, int) for i in numbers)):
+        wrong("layers_to_transform", "must be a list of layer numbers")
+    if config.get("layers_pattern"):
+        wrong("layers_pattern", "is not supported; layer numbers are read from the module's own path")
+
+
+def _check_method(config: Mapping[str, Any], wrong: _Wrong) -> None:
+    if config.get("peft_type") != "LORA":
+        wrong("peft_type", f"is {config.get('peft_type')!r}; only LORA adapters can be applied")
+    start = config.get("init_lora_weights", True)
+    if start not in _PLAIN_INITS:
+        message = f"{start!r} changes the base weights; the adapter is only right on the changed base"
+        wrong("init_lora_weights", message, "convert it to a plain LoRA adapter with PEFT first")
+    if config.get("bias", "none") != "none":
+        wrong("bias", f"is {config['bias']!r}; trained biases would not be applied", "train with bias='none'")
+    for name, value in config.items():
+        if name in _HARMLESS or name in _READ or value in (None, False, [], {}, ""):
+            continue
+        wrong(name, f"is {value!r}; it is not supported and would change the result")
+
+
+def _check_pattern(name: str, pattern: str, wrong: _Wrong) -> None:
     if len(pattern) > _MAX_PATTERN_CHARS or _REPEATED_GROUP.search(pattern):
-        wrong(f"the pattern {pattern[:60]!r} is too long or repeats a group")
+        wrong(name, f"the pattern {pattern[:60]!r} is too long or repeats a group")
         return
     try:
         re.compile(pattern)
     except re.error as error:
-        wrong(f"{pattern!r} is not a valid pattern: {error}")
+        wrong(name, f"{pattern!r} is not a valid pattern: {error}")
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
 
 
 def _is_positive_int(value: object) -> bool:
