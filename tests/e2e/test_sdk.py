@@ -64,10 +64,10 @@ def test_from_file_to_answer(running, tmp_path):
     completion = client.completions.create(model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=2)
     assert completion.choices[0].text.startswith(" Paris")
 
-    used = {row["model"]: row for row in running.get("/v1/usage")["data"]}
-    assert used["team/colours:v1"]["trained_tokens"] == done.trained_tokens
-    assert used["team/colours:v1"]["completion_tokens"] == 2 * plain.usage.completion_tokens
-    assert used["team/colours:v1"]["prompt_tokens"] == 2 * plain.usage.prompt_tokens
+    used = {row["kind"]: row for row in running.get("/v1/usage")["data"] if row["name"] == "team/colours:v1"}
+    assert used["training"]["trained_tokens"] == done.trained_tokens
+    assert used["chat"]["completion_tokens"] == 2 * plain.usage.completion_tokens
+    assert used["chat"]["prompt_tokens"] == 2 * plain.usage.prompt_tokens
 
 
 def test_answers_of_one_batch_are_each_adapters_own(running, tmp_path):
