@@ -18,6 +18,7 @@ class Settings:
     host, port: where the control process listens
     api_key: key that clients must send; required to listen beyond loopback
     threads: CPU threads of an engine; 0 takes every core
+    device: where engines compute: auto, cpu or cuda
     micro_batch_tokens: most tokens in one forward and backward pass of training
     kv_cache_bytes: most bytes that the KV cache of an engine holds
     max_running: most requests that are decoded in one step
@@ -29,6 +30,7 @@ class Settings:
     port: int = 7411
     api_key: str = ""
     threads: int = 0
+    device: str = "auto"
     micro_batch_tokens: int = 1024
     kv_cache_bytes: int = 2 * 1024**3
     max_running: int = 32
@@ -51,7 +53,9 @@ class Settings:
                 try:
                     values[field.name] = int(raw)
                 except ValueError:
-                    problems.append(Problem(f"{raw!r} is not a whole number", name, f"unset {name} or give digits only"))
+                    problems.append(
+                        Problem(f"{raw!r} is not a whole number", name, f"unset {name} or give digits only")
+                    )
             else:
                 values[field.name] = raw
         if problems:

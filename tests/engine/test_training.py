@@ -381,3 +381,14 @@ def test_learning_rate_shapes():
     linear = [learning_rate(s, peak=1.0, total_steps=10, warmup_steps=0, schedule="linear") for s in range(10)]
     assert linear == pytest.approx([1 - s / 10 for s in range(10)])
     assert learning_rate(9, peak=0.3, total_steps=10, warmup_steps=0, schedule="constant") == 0.3
+
+
+def test_a_bf16_base_trains_fp32_adapters_close_to_an_fp32_one(tiny, tiny_llama, tmp_path):
+    """Products run in the base's type; weights, gradients and optimizer stay fp32."""
+    from tunerack.engine.base import load_base
+
+    half = load_base(tiny_llama, name="tiny", dtype=torch.bfloat16)
+    wide, narrow = (request_of("a", tmp_path / kind, spec_of()) for kind in ("fp32", "bf16"))
+    first, second = run(tiny, [wide]), run(half, [narrow])
+    assert all(tensor.dtype == torch.float32 for tensor in weights(narrow).values())
+    assert losses(second, "a") == pytest.approx(losses(first, "a"), rel=0.05)

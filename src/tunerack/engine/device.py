@@ -6,7 +6,23 @@ import os
 
 import torch
 
+from tunerack.errors import Invalid
+
 
 def use_threads(count: int) -> None:
     """Set the CPU threads of this process; 0 takes every core it may run on."""
     torch.set_num_threads(count or len(os.sched_getaffinity(0)))
+
+
+def choose_device(wanted: str) -> tuple[str, torch.dtype]:
+    """The device and the type of the base weights on it; "auto" takes a GPU when there is one.
+
+    bf16 on GPUs that compute in it; fp32 elsewhere, as CPUs without such units are many times slower in bf16.
+    Raises Invalid when the wanted device is not there.
+    """
+    available = torch.cuda.is_available()
+    if wanted not in ("auto", "cpu", "cuda") or (wanted == "cuda" and not available):
+        raise Invalid(f"{wanted!r} is not here", where="TUNERACK_DEVICE", hint="use auto, cpu" + ", cuda" * available)
+    if wanted == "cpu" or not available:
+        return "cpu", torch.float32
+    return "cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32

@@ -12,20 +12,21 @@ from tunerack.engine.architecture import Rope
 
 
 class RmsNorm(torch.autograd.Function):
-    """y = x / rms(x) · weight over the last dimension; x [..., hidden]. No gradient for the weight."""
+    """y = x / rms(x) · weight over the last dimension, in fp32; x [..., hidden]. No gradient for the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse_rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True).add_(eps))
+        wide = x.float()
+        inverse_rms = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (x * inverse_rms).mul_(weight)
+        return (wide * inverse_rms).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
-        scaled = grad * weight
+        scaled = (grad * weight).float()
         along = (scaled * x).mean(-1, keepdim=True).mul_(inverse_rms.pow(2))
-        return scaled.addcmul_(x, along, value=-1).mul_(inverse_rms), None, None
+        return scaled.addcmul_(x.float(), along, value=-1).mul_(inverse_rms).to(x.dtype), None, None
 
 
 class SwiGlu(torch.autograd.Function):

@@ -84,6 +84,7 @@ class TrainedLinear(torch.autograd.Function):
 
     The parameters are passed flat (each update's A, then its Bs) so that autograd gives each its own gradient; the base
     weight has none. With dropout mask M: y += s · ((M∘x)·Aᵀ)·Bᵀ, so dA = s·(dy·B)ᵀ·(M∘x) and dx += M∘(s·(dy·B)·A).
+    Products are computed in the type of x; parameters and their gradients keep their own.
     """
 
     @staticmethod
@@ -93,17 +94,17 @@ class TrainedLinear(torch.autograd.Function):
         y = torch.nn.functional.linear(x, weight, bias)
         inner: list[Tensor] = []
         for update in updates:
-            rows = x[update.begin : update.end]
+            rows, a = x[update.begin : update.end], update.a.to(x.dtype)
             if update.masks is None:
-                h = rows @ update.a.T
+                h = rows @ a.T
             else:
-                h = torch.empty(len(rows), len(update.a), dtype=x.dtype, device=x.device)
+                h = torch.empty(len(rows), len(a), dtype=x.dtype, device=x.device)
                 for part, mask in zip(update.parts, update.masks, strict=True):
                     ranks = slice(part.rank_begin, part.rank_end)
-                    torch.mm(rows * mask, update.a[ranks].T, out=h[:, ranks])
+                    torch.mm(rows * mask, a[ranks].T, out=h[:, ranks])
             for part in update.parts:
                 target = y[update.begin : update.end, part.begin : part.end]
-                target.addmm_(h[:, part.rank_begin : part.rank_end], part.b.T, alpha=part.scale)
+                target.addmm_(h[:, part.rank_begin : part.rank_end], part.b.to(x.dtype).T, alpha=part.scale)
             inner.append(h)
         ctx.updates = updates
         ctx.save_for_backward(x, weight, *inner)
@@ -121,8 +122,8 @@ class TrainedLinear(torch.autograd.Function):
             for part in update.parts:
                 out_grad = rows_grad[:, part.begin : part.end]
                 ranks = slice(part.rank_begin, part.rank_end)
-                torch.mm(out_grad, part.b, out=grad_h[:, ranks]).mul_(part.scale)
-                b_grads.append(torch.mm(out_grad.T, h[:, ranks]).mul_(part.scale))
+                torch.mm(out_grad, part.b.to(x.dtype), out=grad_h[:, ranks]).mul_(part.scale)
+                b_grads.append(torch.mm(out_grad.T, h[:, ranks]).mul_(part.scale).to(part.b.dtype))
             target = None if grad_x is None else grad_x[update.begin : update.end]
             parameter_grads += [_through_a(update, rows, grad_h, target), *b_grads]
         ctx.updates = None
@@ -131,14 +132,15 @@ class TrainedLinear(torch.autograd.Function):
 
 def _through_a(update: Update, rows: Tensor, grad_h: Tensor, grad_rows: Tensor | None) -> Tensor:
     """The gradient of A; adds the path through A to `grad_rows` in place."""
+    a = update.a.to(rows.dtype)
     if update.masks is None:
         if grad_rows is not None:
-            grad_rows.addmm_(grad_h, update.a)
-        return grad_h.T @ rows
-    grad_a = torch.empty_like(update.a)
+            grad_rows.addmm_(grad_h, a)
+        return (grad_h.T @ rows).to(update.a.dtype)
+    grad_a = torch.empty_like(a)
     for part, mask in zip(update.parts, update.masks, strict=True):
         ranks = slice(part.rank_begin, part.rank_end)
         torch.mm(grad_h[:, ranks].T, rows * mask, out=grad_a[ranks])
         if grad_rows is not None:
-            grad_rows.addcmul_(grad_h[:, ranks] @ update.a[ranks], mask)
-    return grad_a
+            grad_rows.addcmul_(grad_h[:, ranks] @ a[ranks], mask)
+    return grad_a.to(update.a.dtype)

@@ -81,7 +81,7 @@ class Process:
 
     def _build(self) -> Engine:
         from tunerack.engine.base import load_base
-        from tunerack.engine.device import use_threads
+        from tunerack.engine.device import choose_device, use_threads
         from tunerack.engine.serving.server import Limits
         from tunerack.engine.source import prepare_base
 
@@ -91,7 +91,8 @@ class Process:
             raise Invalid(f"{self.base!r} is not in the catalogue", hint="tunerack up --model NAME=PATH adds one")
         use_threads(settings.threads)
         directory = prepare_base(model, settings.bases)
-        base = load_base(directory, name=model.name, aliases=model.aliases)
+        device, dtype = choose_device(settings.device)
+        base = load_base(directory, name=model.name, aliases=model.aliases, dtype=dtype, device=device)
         limits = Limits(max_running=settings.max_running, kv_cache_bytes=settings.kv_cache_bytes)
         return Engine(base, limits=limits, micro_batch_tokens=settings.micro_batch_tokens)
 

@@ -92,9 +92,12 @@ class _Gather:
         grid = [first] * self._n_cells
         for row, cell in zip(self._rows, self._cells, strict=True):
             grid[cell] = row
-        self._grid = torch.tensor(grid)
-        self._row_index = torch.tensor(self._rows)
-        self._cell_index = torch.tensor(self._cells)
+        device = next(iter(self._stack.groups.values())).a.device
+        if isinstance(self._selection, Tensor):
+            self._selection = self._selection.to(device)
+        self._grid = torch.tensor(grid, device=device)
+        self._row_index = torch.tensor(self._rows, device=device)
+        self._cell_index = torch.tensor(self._cells, device=device)
         self._copies: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def add(self, index: int, x: Tensor, y: Tensor) -> None:
@@ -103,7 +106,7 @@ class _Gather:
             return
         first = self._rows[0]
         a, bs = self._weights(index, stacked)
-        rows = x[first : first + self._n_cells] if self._exact else x.index_select(0, self._grid.to(x.device))
+        rows = x[first : first + self._n_cells] if self._exact else x.index_select(0, self._grid)
         grid = rows.view(len(a), self._width, -1)
         if self._width == 1:
             h = torch.bmm(a, grid.transpose(1, 2)).transpose(1, 2)
@@ -115,14 +118,13 @@ class _Gather:
             if self._exact:
                 columns[first : first + self._n_cells] += update
             else:
-                columns.index_add_(0, self._row_index.to(y.device), update[self._cell_index])
+                columns.index_add_(0, self._row_index, update[self._cell_index])
 
     def _weights(self, index: int, stacked: GroupStack) -> tuple[Tensor, list[Tensor]]:
         if isinstance(self._selection, slice):
             return stacked.a[self._selection], [b[self._selection] for b in stacked.b]
         if index not in self._copies:
-            selection = self._selection.to(stacked.a.device)
-            self._copies[index] = stacked.a[selection], [b[selection] for b in stacked.b]
+            self._copies[index] = stacked.a[self._selection], [b[self._selection] for b in stacked.b]
         return self._copies[index]
 
 

@@ -132,13 +132,6 @@ class TrainingJob:
         rows: tuple[Example, ...] = self.validation.examples if self.validation else ()
         return tuple(Document.of(row, e.ids, e.weights) for row, e in enumerate(rows))
 
-    def tokens_left(self) -> int:
-        """Tokens of the steps that are still to do."""
-        done_in_epoch = self.step % self.steps_per_epoch
-        per_epoch = self.dataset.tokens
-        steps = self.total_steps - self.step
-        return round(per_epoch * steps / self.steps_per_epoch) if done_in_epoch >= 0 else 0
-
     def apply_gradients(self, weighted_loss: float, denominator: float, tokens: int) -> StepResult | Failure:
         """Clip, update the weights and count the step; a loss or gradient that is not finite changes nothing."""
         gradients = self.parameters.gradients
@@ -178,4 +171,6 @@ class TrainingJob:
         self.parameters.gradients.zero_()
         parameter = self.optimizer.param_groups[0]["params"][0]
         if optimizer:
-            self.optimizer.state[parameter] = {name: value.clone() for name, value in optimizer.items()}
+            self.optimizer.state[parameter] = {
+                name: value.to(self.parameters.values.device, copy=True) for name, value in optimizer.items()
+            }
