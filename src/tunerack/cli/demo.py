@@ -16,7 +16,7 @@ from tunerack.cli.chat import Answer, ask
 from tunerack.cli.follow import FINISHED, raise_unless_succeeded
 from tunerack.cli.output import table
 from tunerack.cli.scores import Score, query_score, record_score
-from tunerack.cli.submission import body_of, job_line, plan_text, upload
+from tunerack.cli.submission import body_of, job_line, minutes, plan_text, upload
 from tunerack.cli.usage import COLUMNS
 from tunerack.client import ControlClient
 from tunerack.data.rows import read_rows
@@ -109,7 +109,9 @@ class Demo:
         jobs = {task.name: self.client.create_job(bodies[task.name])["id"] for task in self.tasks}
         trained_s = self.watch(jobs)
         names = {name: self.client.job(job_id)["fine_tuned_model"] for name, job_id in jobs.items()}
-        self.say(f"trained in {format_duration(trained_s)}\n\nscoring the adapters on the same rows")
+        planned = " + ".join(minutes(plan["predicted_s"]["mid"]) for plan in plans.values())
+        self.say(f"trained both in {minutes(trained_s)} minutes; the plans said {planned} for each alone")
+        self.say("\nscoring the adapters on the same rows")
         after = self.scores([(task, names[task.name]) for task in self.tasks])
         self.say("\n" + self.comparison(before, after))
         # All three at once: rows of one batch belong to the base and to each adapter.
@@ -135,9 +137,9 @@ class Demo:
         rows = []
         for name, new in after.items():
             old = before[name]
-            softer = (f"{old.partial:.0%}", f"{new.partial:.0%} of {new.partial_name}")
-            rows.append((name, new.total, f"{old.share:.0%}", f"{new.share:.0%}", *softer))
-        return table(("TASK", "HELD OUT", "EXACT BEFORE", "AFTER", "PARTLY BEFORE", "AFTER"), rows)
+            also = f"{new.partial_name}: {old.partial:.0%} -> {new.partial:.0%}"
+            rows.append((name, new.total, f"{old.share:.0%}", f"{new.share:.0%}", also))
+        return table(("TASK", "ROWS", "EXACT BEFORE", "EXACT AFTER", "ALSO"), rows)
 
     def scores(self, asked: Sequence[tuple[Task, str]]) -> dict[str, Score]:
         """Answers of all tasks at once, so that they share batches, scored by task."""

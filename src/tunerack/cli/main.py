@@ -19,7 +19,7 @@ COMMANDS = {
     "up": "Start the server of this machine.",
     "down": "Stop the server and its workers.",
     "estimate": "Say what a fine-tune needs, takes and costs.",
-    "calibrate": "Measure training steps of this device, for estimates.",
+    "calibrate": "Run a few training steps here, so that estimates fit this device.",
     "train": "Plan a fine-tune and submit it.",
     "ps": "List jobs and workers.",
     "logs": "Show the events of a job.",

@@ -80,16 +80,19 @@ def run(settings: Settings, *, quiet: bool) -> dict[str, Any]:
 
 def next_steps(url: str, settings: Settings, adapters: list[str]) -> str:
     """Lines to paste: curl, the openai package, the command line."""
-    key = settings.api_key or "any"
     header = " -H 'Authorization: Bearer $TUNERACK_API_KEY'" if settings.api_key else ""
+    key = "<your TUNERACK_API_KEY>" if settings.api_key else "none"
+    triage, sql = adapters
     return f"""\
 curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
-  -d '{{"model": "{adapters[1]}", "messages": [{{"role": "user", "content": "How many orders are open?"}}]}}'
+  -d '{{"model": "{sql}", "messages": [{{"role": "system", "content": "Write SQL for the shop."}},
+       {{"role": "user", "content": "Which products cost less than 10?"}}]}}'
 
 from openai import OpenAI
-client = OpenAI(base_url="{url}/v1", api_key="{key if not settings.api_key else "..."}")
-messages = [{{"role": "user", "content": "My laptop never came, I want my money back."}}]
-print(client.chat.completions.create(model="{adapters[0]}", messages=messages).choices[0].message.content)
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
+messages = [{{"role": "system", "content": "Triage the ticket."}},
+            {{"role": "user", "content": "My phone never came, I want my money back today."}}]
+print(client.chat.completions.create(model="{triage}", messages=messages).choices[0].message.content)
 
-tunerack --home {settings.home} chat {adapters[0]} "My laptop never came, I want my money back."
-stop the server:  tunerack quickstart --stop"""
+tunerack --home {settings.home} chat {triage} --system "Triage the ticket." "The app crashes when I log in."
+tunerack quickstart --stop    # ends the server"""
