@@ -185,3 +185,54 @@ def test_some_bad_lines_are_told_and_the_rest_counted(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "{broken\n")
     text = run("--model", "smollm2-135m", "--data", str(file), "--gpus", "a40", home=tmp_path)
     assert "1 lines of train.jsonl hold no row: 21" in text
+
+
+# --- the plot, and calibrations ------------------------------------------------------------------------------------
+
+
+def test_plot_as_png_has_the_right_size_and_is_not_blank(tmp_path: Path) -> None:
+    import struct
+    import zlib
+
+    run(*QUICK, "--gpus", "a40,h100", "--plot", str(tmp_path / "cost.png"), home=tmp_path)
+    data = (tmp_path / "cost.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (800, 500)
+    start = data.index(b"IDAT") + 4
+    size = struct.unpack(">I", data[start - 8 : start - 4])[0]
+    pixels = zlib.decompress(data[start : start + size])
+    assert len(pixels) == 500 * (1 + 3 * 800)
+    assert bytes((200, 60, 40)) in pixels
+
+
+def test_plot_as_svg_names_the_offers(tmp_path: Path) -> None:
+    run(*QUICK, "--gpus", "a40,h100", "--plot", str(tmp_path / "cost.svg"), home=tmp_path)
+    text = (tmp_path / "cost.svg").read_text()
+    assert text.count("<circle") == len(estimate(*QUICK, "--gpus", "a40,h100", home=tmp_path)["offers"])
+    assert "h100 1.25 spot" in text
+
+
+def test_plot_of_another_kind_is_refused(tmp_path: Path) -> None:
+    found = problems(*QUICK, "--gpus", "a40", "--plot", str(tmp_path / "cost.gif"), home=tmp_path)
+    assert found == ["--plot: cost.gif is neither .png nor .svg (for example --plot cost.png)"]
+
+
+def test_a_calibration_of_this_device_is_used_from_then_on(tmp_path: Path) -> None:
+    from tunerack.cli import calibrations
+    from tunerack.estimate.calibration import Measured
+
+    asked = ["--model", "smollm2-135m", "--rows", "160", "--mean-tokens", "128", "--batch-size", "16", "--gpus", "cpu"]
+    before = estimate(*asked, home=tmp_path)["offers"][0]
+    assert before["time_s"]["basis"] == "prior"
+    points = ((63.0, 1.5), (504.0, 6.0))
+    calibrations.add(tmp_path, Measured("cpu", "smollm2-135m", "lora", 0.5, 0.01, points, 1.0))
+    after = estimate(*asked, home=tmp_path)["offers"][0]
+    assert after["time_s"]["basis"] == "calibrated here"
+    # Passes of 8 rows of 128 tokens: two in each of 10 steps, three epochs.
+    assert after["parts_s"]["training"] == pytest.approx(30 * 2 * (0.5 + 0.01 * 1024))
+
+
+def test_a_damaged_calibration_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "catalog").mkdir()
+    (tmp_path / "catalog" / "calibration.json").write_text("[{]")
+    assert "remove it and calibrate again" in problems(*QUICK, "--gpus", "a40", home=tmp_path)[0]
