@@ -91,16 +91,38 @@ def command(
 
         show(values.get("gpus"), variant, as_json=as_json)
         return
-    from tunerack.catalog import gpus
-    from tunerack.cli import estimate_text
-    from tunerack.cli.calibrations import load as load_calibrations
-    from tunerack.estimate import request
-
     given = {name: value for name, value in values.items() if value is not None}
     if no_checkpointing:
         given["checkpointing"] = False
     if deadline is not None:
         given["deadline_s"] = seconds(deadline)
+    answer, notes, how = estimate(settings, file, given, prices, tokenizer)
+    traced = None
+    if trace:
+        from tunerack.cli.trace import peak
+
+        traced = peak(answer.spec, answer, settings)
+    if plot is not None:
+        from tunerack.cli.plot import write
+
+        write(plot, answer)
+        notes.append(f"plot written to {plot}")
+    from tunerack.cli import estimate_text
+
+    if as_json:
+        emit(estimate_text.as_json(answer, notes, how, traced))
+    else:
+        click.echo(estimate_text.render(answer, notes, how, traced))
+
+
+def estimate(
+    settings: Settings, file: Path | None, given: dict[str, Any], prices: tuple[str, ...], tokenizer: Path | None
+) -> tuple[Answer, list[str], str]:
+    """The answer, notes on what was read, and how the tokens were counted. Raises Invalid."""
+    from tunerack.catalog import gpus
+    from tunerack.cli.calibrations import load as load_calibrations
+    from tunerack.estimate import request
+
     spec, notes, folder = read_spec(file, given)
     shape, model_folder = shape_of(spec.model, settings, folder)
     lengths, how = None, ""
@@ -114,23 +136,8 @@ def command(
             shown = ", ".join(str(line) for line in counted.malformed[:5])
             notes.append(f"{len(counted.malformed)} lines of {path.name} hold no row: {shown}")
     hardware = gpus.load(settings.home)
-    found = request.answer(
-        spec, shape, lengths, hardware, load_calibrations(settings.home), own_prices(prices, hardware)
-    )
-    traced = None
-    if trace:
-        from tunerack.cli.trace import peak
-
-        traced = peak(spec, found, settings)
-    if plot is not None:
-        from tunerack.cli.plot import write
-
-        write(plot, found)
-        notes.append(f"plot written to {plot}")
-    if as_json:
-        emit(estimate_text.as_json(found, notes, how, traced))
-    else:
-        click.echo(estimate_text.render(found, notes, how, traced))
+    own = own_prices(prices, hardware)
+    return request.answer(spec, shape, lengths, hardware, load_calibrations(settings.home), own), notes, how
 
 
 def read_spec(file: Path | None, given: dict[str, Any]) -> tuple[EstimateSpec, list[str], Path]:
@@ -246,12 +253,3 @@ def own_prices(texts: tuple[str, ...], hardware: Any) -> dict[str, float]:
     if problems:
         raise Invalid(problems, param="price")
     return found
-
-
-def answer_of(spec: EstimateSpec, shape: Shape, lengths: Any, settings: Settings) -> Answer:
-    """The answer for programs that have a spec and lengths already."""
-    from tunerack.catalog import gpus
-    from tunerack.cli.calibrations import load as load_calibrations
-    from tunerack.estimate import request
-
-    return request.answer(spec, shape, lengths, gpus.load(settings.home), load_calibrations(settings.home))

@@ -77,83 +77,106 @@ def weights_bytes(shape: Shape, recipe: Recipe) -> float:
     return linear * LINEAR_BYTES[recipe.weights] + rest * other
 
 
+@dataclass(frozen=True)
+class _States:
+    """Bytes of what training holds beside activations, on one device; `update` is alive in the optimizer step alone."""
+
+    weights: float
+    adapters: float
+    gradients: float
+    moments: float
+    update: float
+    extra: dict[str, float]
+
+    @property
+    def stay(self) -> float:
+        return self.weights + self.adapters + self.moments
+
+    @property
+    def resident(self) -> dict[str, float]:
+        return {"weights": self.weights, "adapters": self.adapters, "optimizer": self.moments, **self.extra}
+
+
 def estimate(shape: Shape, recipe: Recipe) -> Memory:
     """Peak memory of one device; see the module for what the figures mean."""
-    parallel, tokens = recipe.parallel, recipe.tokens
-    shard = parallel.devices
-    number, width = trained_parameters(shape, recipe), trained_bytes(recipe)
-    embeddings = trained_embeddings(shape, recipe)
-    copy = computes_in_a_copy(recipe)
-    gradient_width = 2 if copy else width
-    weights = weights_bytes(shape, recipe) / (shard if parallel.shards_weights else 1)
-    adapters = 0.0
-    if not recipe.trains_base:
-        adapters = (number * width + embeddings * 2.0) / (shard if parallel.shards_weights else 1)
-    gradients = (number * gradient_width + embeddings * 2.0) / (shard if parallel.shards_gradients else 1)
-    over = shard if parallel.shards_moments else 1
-    moments = (number * _moment_bytes(recipe, width) + embeddings * _moment_bytes(recipe, 2)) / over
-    temporary = 0.0
-    if recipe.optimizer in ("adamw", "lion"):
-        temporary = (number * width + embeddings * 2.0) / over
-    if parallel.offload:
-        weights = adapters = moments = temporary = 0.0
-    gathered = _gathered_bytes(shape, recipe)
-    resident = {"weights": weights, "adapters": adapters, "optimizer": moments, "gathered": gathered}
-    if copy:
-        resident["fp32 masters"] = 4.0 * number / over
-        temporary = 4.0 * min(number / over, SUB_GROUP)
-    elif recipe.amp and not parallel.shards_weights:
-        resident["16-bit copy"] = 2.0 * shape.parameters
-    held = gradients if recipe.accumulates or not recipe.trains_base else 0.0
-
-    checkpoints, again, largest, every = _activation_bytes(shape, recipe)
-    head = activations.head(shape, recipe) * tokens
-    kept = checkpoints * tokens if recipe.checkpointing else every * tokens
-    kept_back = again * tokens if recipe.checkpointing else every * tokens
-    first = 0.0 if recipe.accumulates else _first_gradients(shape, recipe, gradient_width)
-    extra = _dequantised_bytes(shape, recipe)
-
-    at: dict[str, dict[str, float]] = {
-        "loss": {
-            **resident,
-            "gradients": held,
-            "layer inputs" if recipe.checkpointing else "activations": kept,
-            "logits": head,
-        },
-        "layer": {
-            **resident,
-            "gradients": max(held, first if recipe.trains_base else held),
-            "layer inputs" if recipe.checkpointing else "activations": kept_back,
-            "one layer": max(largest.working if recipe.checkpointing else largest.transient, 0.0) * tokens,
-        },
-        "dequantised": {
-            **resident,
-            "gradients": held,
-            "layer inputs" if recipe.checkpointing else "activations": kept_back,
-            "one layer": (largest.saved if recipe.checkpointing else 0.0) * tokens,
-            "dequantised": extra,
-        },
-        "end of backward": {**resident, "gradients": gradients, "one layer": largest.working * tokens},
-        "optimizer": {
-            **{name: size for name, size in resident.items() if name != "gathered"},
-            "gradients": gradients,
-            "update": temporary,
-        },
-    }
+    states = _states(shape, recipe)
+    at = _moments(shape, recipe, states)
     totals = {name: sum(terms.values()) for name, terms in at.items()}
     moment = max(totals, key=lambda name: totals[name])
-    allocated = totals[moment]
-    stay = weights + adapters + moments
-    device = _device_bytes(shape, recipe, at, totals, stay)
-    context = CONTEXT_BYTES + (COLLECTIVE_BYTES if parallel.devices > 1 else 0.0)
+    device = _device_bytes(shape, recipe, at, totals, states.stay)
+    context = CONTEXT_BYTES + (COLLECTIVE_BYTES if recipe.parallel.devices > 1 else 0.0)
     return Memory(
         {name: size for name, size in at[moment].items() if size},
         moment,
         totals,
-        allocated,
+        totals[moment],
         device + context,
-        allocated * (1 + UNAVOIDABLE) + context,
+        totals[moment] * (1 + UNAVOIDABLE) + context,
     )
+
+
+def _states(shape: Shape, recipe: Recipe) -> _States:
+    parallel, copy = recipe.parallel, computes_in_a_copy(recipe)
+    number, width = trained_parameters(shape, recipe), trained_bytes(recipe)
+    embeddings = trained_embeddings(shape, recipe)
+    of_weights, of_gradients, of_moments = (
+        parallel.devices if sharded else 1
+        for sharded in (parallel.shards_weights, parallel.shards_gradients, parallel.shards_moments)
+    )
+    weights = weights_bytes(shape, recipe) / of_weights
+    adapters = 0.0 if recipe.trains_base else (number * width + embeddings * 2.0) / of_weights
+    gradients = (number * (2 if copy else width) + embeddings * 2.0) / of_gradients
+    moments = (number * _moment_bytes(recipe, width) + embeddings * _moment_bytes(recipe, 2)) / of_moments
+    update = (number * width + embeddings * 2.0) / of_moments if recipe.optimizer in ("adamw", "lion") else 0.0
+    if parallel.offload:
+        weights = adapters = moments = update = 0.0
+    extra = {"gathered": _gathered_bytes(shape, recipe)}
+    if copy:
+        extra["fp32 masters"] = 4.0 * number / of_moments
+        update = 4.0 * min(number / of_moments, SUB_GROUP)
+    elif recipe.amp and not parallel.shards_weights:
+        extra["16-bit copy"] = 2.0 * shape.parameters
+    return _States(weights, adapters, gradients, moments, update, extra)
+
+
+def _moments(shape: Shape, recipe: Recipe, states: _States) -> dict[str, dict[str, float]]:
+    """What is alive, by name, at each moment that can hold the peak."""
+    tokens, resident, gradients = recipe.tokens, states.resident, states.gradients
+    held = gradients if recipe.accumulates or not recipe.trains_base else 0.0
+    first = _first_gradients(shape, recipe) if recipe.trains_base else 0.0
+    inputs, again, largest, every = _activation_bytes(shape, recipe)
+    name = "layer inputs" if recipe.checkpointing else "activations"
+    at_loss = inputs if recipe.checkpointing else every
+    in_backward = again if recipe.checkpointing else every
+    layer = largest.working if recipe.checkpointing else largest.transient
+    recomputed = largest.saved if recipe.checkpointing else 0.0
+    return {
+        "loss": {
+            **resident,
+            "gradients": held,
+            name: at_loss * tokens,
+            "logits": activations.head(shape, recipe) * tokens,
+        },
+        "layer": {
+            **resident,
+            "gradients": max(held, first),
+            name: in_backward * tokens,
+            "one layer": layer * tokens,
+        },
+        "dequantised": {
+            **resident,
+            "gradients": held,
+            name: in_backward * tokens,
+            "one layer": recomputed * tokens,
+            "dequantised": _dequantised_bytes(shape, recipe),
+        },
+        "end of backward": {**resident, "gradients": gradients, "one layer": largest.working * tokens},
+        "optimizer": {
+            **{key: size for key, size in resident.items() if key != "gathered"},
+            "gradients": gradients,
+            "update": states.update,
+        },
+    }
 
 
 def _device_bytes(
@@ -197,10 +220,10 @@ def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
     return root + block.parameters * per_weight
 
 
-def _first_gradients(shape: Shape, recipe: Recipe, width: int) -> float:
-    """Gradients of the head, alive when backward enters the last layer, and of that layer while it is in backward."""
-    devices = recipe.parallel.devices if recipe.parallel.shards_gradients else 1
-    return shape.embedding * width / devices
+def _first_gradients(shape: Shape, recipe: Recipe) -> float:
+    """Gradients of the head, alive when backward enters the last layer."""
+    width = 2 if computes_in_a_copy(recipe) else trained_bytes(recipe)
+    return shape.embedding * width / (recipe.parallel.devices if recipe.parallel.shards_gradients else 1)
 
 
 def _dequantised_bytes(shape: Shape, recipe: Recipe) -> float:

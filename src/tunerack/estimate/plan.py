@@ -117,20 +117,7 @@ def choose(
     Raises Invalid when no row is left to train on, or when the given seq_len is beyond max_model_len.
     """
     reasons: dict[str, str] = {}
-    seq_len = spec.seq_len
-    if seq_len == AUTO:
-        seq_len = max_model_len
-        longest = max(lengths, default=0)
-        reasons["seq_len"] = f"the longest the model takes here; the longest row has {longest} tokens"
-    elif seq_len > max_model_len:
-        raise Invalid(
-            Problem(
-                f"seq_len {seq_len} is more than the {max_model_len} tokens this model takes here",
-                "seq_len",
-                f"give {max_model_len} or less",
-            ),
-            param="seq_len",
-        )
+    seq_len = _seq_len(spec, max_model_len, max(lengths, default=0), reasons)
     rows = len(kept_rows(lengths, seq_len))
     if rows == 0:
         raise Invalid(
@@ -139,7 +126,6 @@ def choose(
             ),
             param="training_file",
         )
-
     n_epochs = spec.n_epochs
     if n_epochs == AUTO:
         n_epochs = 3 if rows <= 1000 else 2 if rows <= 10_000 else 1
@@ -152,35 +138,56 @@ def choose(
             f"of {rows} rows x {n_epochs} epochs, or the smallest"
         )
     steps = count_steps(rows, batch_size, n_epochs, spec.max_steps)
-
-    learning_rate = spec.learning_rate
-    if learning_rate == AUTO:
-        large = parameters is not None and parameters >= LARGE_PARAMETERS
-        learning_rate = LEARNING_RATE_LARGE if large else LEARNING_RATE
-        reasons["learning_rate"] = (
-            "QLoRA's value for models of 33B and more" if large else "QLoRA's value for models up to 13B"
-        ) + " (arXiv 2305.14314, Table 9); hardly depends on the rank"
-    warmup_steps = spec.warmup_steps
-    if warmup_steps == AUTO:
-        warmup_steps = min(LONGEST_WARMUP, math.ceil(steps * WARMUP_SHARE)) if steps >= 10 else 0
-        reasons["warmup_steps"] = f"{WARMUP_SHARE:.0%} of {steps} steps, {LONGEST_WARMUP} at most, none below 10 steps"
-    checkpoint_steps = spec.checkpoint_steps
-    if checkpoint_steps == AUTO:
-        wanted = math.ceil(steps / CHECKPOINTS)
-        checkpoint_steps = max(LEAST_CHECKPOINT_STEPS, min(MOST_CHECKPOINT_STEPS, wanted))
-        reasons["checkpoint_steps"] = f"about {CHECKPOINTS} checkpoints in {steps} steps"
-
-    return Resolution(
-        spec.with_values(
-            n_epochs=n_epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            warmup_steps=warmup_steps,
-            seq_len=seq_len,
-            checkpoint_steps=checkpoint_steps,
-        ),
-        reasons,
+    chosen = spec.with_values(
+        n_epochs=n_epochs,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        learning_rate=_learning_rate(spec, parameters, reasons),
+        warmup_steps=_warmup_steps(spec, steps, reasons),
+        checkpoint_steps=_checkpoint_steps(spec, steps, reasons),
     )
+    return Resolution(chosen, reasons)
+
+
+def _seq_len(spec: JobSpec, max_model_len: int, longest: int, reasons: dict[str, str]) -> int:
+    if spec.seq_len == AUTO:
+        reasons["seq_len"] = f"the longest the model takes here; the longest row has {longest} tokens"
+        return max_model_len
+    if spec.seq_len > max_model_len:
+        raise Invalid(
+            Problem(
+                f"seq_len {spec.seq_len} is more than the {max_model_len} tokens this model takes here",
+                "seq_len",
+                f"give {max_model_len} or less",
+            ),
+            param="seq_len",
+        )
+    return spec.seq_len
+
+
+def _learning_rate(spec: JobSpec, parameters: int | None, reasons: dict[str, str]) -> float:
+    if spec.learning_rate != AUTO:
+        return spec.learning_rate
+    large = parameters is not None and parameters >= LARGE_PARAMETERS
+    size = "of 33B and more" if large else "up to 13B"
+    reasons["learning_rate"] = (
+        f"QLoRA's value for models {size} (arXiv 2305.14314, Table 9); hardly depends on the rank"
+    )
+    return LEARNING_RATE_LARGE if large else LEARNING_RATE
+
+
+def _warmup_steps(spec: JobSpec, steps: int, reasons: dict[str, str]) -> int:
+    if spec.warmup_steps != AUTO:
+        return spec.warmup_steps
+    reasons["warmup_steps"] = f"{WARMUP_SHARE:.0%} of {steps} steps, {LONGEST_WARMUP} at most, none below 10 steps"
+    return min(LONGEST_WARMUP, math.ceil(steps * WARMUP_SHARE)) if steps >= 10 else 0
+
+
+def _checkpoint_steps(spec: JobSpec, steps: int, reasons: dict[str, str]) -> int:
+    if spec.checkpoint_steps != AUTO:
+        return spec.checkpoint_steps
+    reasons["checkpoint_steps"] = f"about {CHECKPOINTS} checkpoints in {steps} steps"
+    return max(LEAST_CHECKPOINT_STEPS, min(MOST_CHECKPOINT_STEPS, math.ceil(steps / CHECKPOINTS)))
 
 
 def plan(spec: JobSpec, *, lengths: Sequence[int], trained: Sequence[int], rate: Rate) -> Plan:
