@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -134,16 +135,22 @@ def make_peft_adapter(base: Path, target: Path, *, seed: int, base_name: str, **
     return target
 
 
-def merged_logits(base: Path, adapter: Path | None, ids: list[int]) -> Any:
-    """Logits [tokens, vocab] of transformers, the adapter merged into the weights by PEFT."""
+@functools.lru_cache(maxsize=4)
+def merged_model(base: Path, adapter: Path | None) -> Any:
+    """transformers' model, the adapter merged into the weights by PEFT."""
     import peft
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return model.eval()
+
+
+def merged_logits(base: Path, adapter: Path | None, ids: list[int]) -> Any:
+    """Logits [tokens, vocab] of the merged model."""
     with torch.inference_mode():
-        return model.eval()(torch.tensor([ids])).logits[0]
+        return merged_model(base, adapter)(torch.tensor([ids])).logits[0]
 
 
 @pytest.fixture(scope="session")

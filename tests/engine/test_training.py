@@ -226,7 +226,7 @@ def test_resume_is_bit_equal_at_every_step(tiny, tmp_path):
 
     whole = pair(tmp_path / "whole")
     run(tiny, whole)
-    for stop_after in (1, 4, 6, 9, 12, 13, 15, 17, 19):
+    for stop_after in (4, 9, 13, 17):
         requests = pair(tmp_path / f"stopped-{stop_after}")
         trainer = Trainer(tiny, micro_batch_tokens=256)
         trainer.submit(requests)
