@@ -423,3 +423,26 @@ def test_one_engine_serves_while_it_trains(tiny, tiny_adapters, references, tmp_
     assert set(texts) == {tiny.tokenizer.decode(references["a0", 0], skip_special=True)}
     assert engine.trainer.records["job"].state == "succeeded"
     assert largest_difference(weights(alone), weights(beside)) == 0.0
+
+
+def test_a_step_that_raises_ends_its_answers_and_no_others(tiny, monkeypatch):
+    engine = Engine(tiny, limits=Limits(1, 1 << 24), micro_batch_tokens=256)
+    real, calls = engine.server._forward, []
+
+    def failing(prompts, decodes):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("broken step")
+        return real(prompts, decodes)
+
+    monkeypatch.setattr(engine.server, "_forward", failing)
+    first, second = ask(engine.server, PROMPTS[0]), ask(engine.server, PROMPTS[1])
+    engine.start()
+    for _ in range(600):
+        if second.reason:
+            break
+        threading.Event().wait(0.05)
+    engine.stop()
+    assert first.error == "RuntimeError: broken step"
+    assert second.reason == {0: "length"}
+    assert engine.server.cache.used_bytes == 0

@@ -172,6 +172,27 @@ def test_a_neighbour_that_fails_leaves_the_others_untouched(tiny, tmp_path):
     assert largest_difference(weights(good), weights(beside)) < 1e-5
 
 
+def test_a_pass_that_raises_fails_only_the_job_at_fault(tiny, tmp_path, monkeypatch):
+    """Out of memory in every pass with `large` in it: `good` goes on alone and ends as if it had been alone."""
+    from tunerack.engine.training import trainer as module
+
+    good = request_of("good", tmp_path / "alone", spec_of())
+    run(tiny, [good])
+    real = module.run_pass
+
+    def failing(decoder, batch, jobs, **values):
+        if "large" in batch and jobs["large"].step == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(decoder, batch, jobs, **values)
+
+    monkeypatch.setattr(module, "run_pass", failing)
+    beside = request_of("good", tmp_path / "beside", spec_of())
+    trainer = run(tiny, [beside, request_of("large", tmp_path / "beside", spec_of(seed=8))])
+    assert trainer.records["large"].failure.code == "out_of_memory"
+    assert trainer.records["good"].state == "succeeded"
+    assert largest_difference(weights(good), weights(beside)) < 1e-5
+
+
 def test_the_gradient_uses_the_mask_that_the_forward_pass_used(tiny):
     """dA, dB and dx with dropout equal autograd's through the plain formula with that mask; another mask does not."""
     from tunerack.engine.linear import AdaptableLinear, Projection, TrainedLinear, Update, UpdatePart

@@ -6,6 +6,7 @@ Requests come first; training takes the time that no request needs, and at least
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -22,6 +23,8 @@ from tunerack.engine.serving.server import Limits, Server
 from tunerack.engine.training.record import JobRecord, JobRequest
 from tunerack.engine.training.trainer import Trainer
 from tunerack.errors import Invalid
+
+log = logging.getLogger(__name__)
 
 TRAINING_SHARE_S = 5.0
 _IDLE_WAIT_S = 0.5
@@ -105,7 +108,7 @@ class Engine:
         while not self._stopping:
             self._run_calls()
             if self.server.has_work:
-                self.server.step()
+                self._serve()
                 if not self.trainer.has_work or time.monotonic() - last_training < TRAINING_SHARE_S:
                     continue
             if self.trainer.has_work:
@@ -115,6 +118,13 @@ class Engine:
             with self._wake:
                 if not (self._calls or self.server.has_work or self.trainer.has_work or self._stopping):
                     self._wake.wait(_IDLE_WAIT_S)
+
+    def _serve(self) -> None:
+        try:
+            self.server.step()
+        except Exception as error:
+            log.exception("a serving step failed")
+            self.server.fail_running(f"{type(error).__name__}: {error}")
 
     def _run_calls(self) -> None:
         while self._calls:

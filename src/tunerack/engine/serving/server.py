@@ -97,8 +97,16 @@ class Server:
     def fail_all(self, message: str) -> None:
         """End every answer with an error, as when the process stops."""
         for answer in [*self._running, *self._waiting]:
-            self._end(answer)
-            answer.request.emit(Piece(answer.choice, "", None, answer.n_generated, error=message))
+            self._fail(answer, message)
+
+    def fail_running(self, message: str) -> None:
+        """End the answers of a step that raised; those that wait are not touched."""
+        for answer in list(self._running):
+            self._fail(answer, message)
+
+    def _fail(self, answer: Answer, message: str) -> None:
+        self._end(answer)
+        answer.request.emit(Piece(answer.choice, "", None, answer.n_generated, error=message))
 
     def _computed(self, answer: Answer) -> int:
         return 0 if answer.cache is None else self.cache.length(answer.cache)
@@ -124,9 +132,7 @@ class Server:
             self._running.append(answer)
 
     def _reject(self, answer: Answer) -> None:
-        self._end(answer)
-        message = f"{len(answer.tokens)} tokens do not fit into the key-value cache of this engine"
-        answer.request.emit(Piece(answer.choice, "", None, answer.n_generated, error=message))
+        self._fail(answer, f"{len(answer.tokens)} tokens do not fit into the key-value cache of this engine")
 
     def _plan(self) -> tuple[list[tuple[Answer, int]], list[Answer]]:
         """Which answers get how many prompt tokens, and which get their next token."""
@@ -196,9 +202,7 @@ class Server:
     def _choose(self, answer: Answer, logits: Tensor) -> None:
         params = answer.request.params
         if not bool(torch.isfinite(logits).all()):
-            self._end(answer)
-            message = "the model gave values that are not finite"
-            answer.request.emit(Piece(answer.choice, "", None, answer.n_generated, error=message))
+            self._fail(answer, "the model gave values that are not finite")
             return
         token = (
             int(logits.argmax())

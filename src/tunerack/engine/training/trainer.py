@@ -7,6 +7,8 @@ membership change is a checkpoint of all, so that a restarted group meets again 
 
 from __future__ import annotations
 
+import functools
+import logging
 import shutil
 import threading
 import time
@@ -22,8 +24,9 @@ from tunerack.engine.training.microbatch import MicroBatch, pack, run_pass
 from tunerack.engine.training.record import JobRecord, JobRequest, build_job
 from tunerack.errors import TunerackError
 
+log = logging.getLogger(__name__)
+
 ADAPTER_FOLDER = "adapter"
-_RATE_WINDOW_STEPS = 20
 
 
 @dataclass
@@ -99,19 +102,26 @@ class Trainer:
 
     def _run(self) -> Iterator[None]:
         while True:
-            yield from self._admit()
-            self._remove_cancelled()
-            if self._membership_changed:
-                self._at_border(self._checkpoint_all)
-                self._membership_changed = False
-            # A job can come back from a checkpoint that was its last.
-            self._at_border(self._finish_done)
-            if not self._jobs:
-                yield
-                continue
-            yield from self._joint_step()
-            yield from self._evaluate()
-            self._at_border(self._checkpoint_due)
+            try:
+                yield from self._round()
+            except Exception as error:
+                log.exception("a round of training failed")
+                self._at_border(functools.partial(self._drop_all, _failure_of(error)))
+
+    def _round(self) -> Iterator[None]:
+        yield from self._admit()
+        self._remove_cancelled()
+        if self._membership_changed:
+            self._at_border(self._checkpoint_all)
+            self._membership_changed = False
+        # A job can come back from a checkpoint that was its last.
+        self._at_border(self._finish_done)
+        if not self._jobs:
+            yield
+            return
+        yield from self._joint_step()
+        yield from self._evaluate()
+        self._at_border(self._checkpoint_due)
 
     def _admit(self) -> Iterator[None]:
         while self._arrivals:
@@ -159,7 +169,7 @@ class Trainer:
             for batch in pack(documents, self.micro_batch_tokens):
                 self._pass(batch, sums, training=True)
                 yield
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             yield from self._step_one_by_one(error)
             return
         seconds = time.monotonic() - started
@@ -167,6 +177,7 @@ class Trainer:
 
     def _step_one_by_one(self, error: BaseException) -> Iterator[None]:
         """After a pass that raised: every job alone, so that only the one at fault fails."""
+        log.warning("a shared pass failed (%s); its jobs go on one by one for this step", error)
         for job in self._jobs.values():
             job.parameters.gradients.zero_()
         if len(self._jobs) == 1:
@@ -269,6 +280,10 @@ class Trainer:
         del self._jobs[name]
         self._membership_changed = bool(self._jobs)
         self._fail(name, failure)
+
+    def _drop_all(self, failure: Failure) -> None:
+        for name in list(self._jobs):
+            self._drop(name, failure)
 
     def _fail(self, name: str, failure: Failure) -> None:
         self.records[name].fail(failure)
