@@ -43,6 +43,7 @@ MEMORY: list[dict[str, Any]] = [
     {"rows": 8, "seq_len": 192, "adapters": 1},
     {"rows": 3, "seq_len": 96, "adapters": 3, "lora": {"rank": 8, "target_modules": ATTENTION, "dropout": 0.05}},
 ]
+PASS_TOKENS = 1024
 TIME_SIZES = ((1, 64), (2, 64), (2, 128), (3, 128), (4, 128), (6, 128))
 TIME_SETS: list[dict[str, Any]] = [
     {"lora": {"rank": 16}},
@@ -82,8 +83,11 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     for setting, one, other in zip(MEMORY, real, traced, strict=True):
         lora = LoraSpec(**setting.get("lora", {}))
         adapters = setting.get("adapters", 1)
-        parts = [Part(lora, one["tokens"] // adapters, one["trained"] // adapters)] * adapters
-        predicted = peak(model.shape, parts).total_bytes
+        row_tokens = one["tokens"] // adapters // setting["rows"]
+        # What does not fit into a pass goes into another; the fullest one counts.
+        rows = min(setting["rows"], PASS_TOKENS // row_tokens)
+        trained = one["trained"] * rows // setting["rows"] // adapters
+        predicted = peak(model.shape, [Part(lora, rows * row_tokens, trained, rows)] * adapters).total_bytes
         predicted_errors.append(predicted / one["peak_bytes"] - 1)
         traced_errors.append(other["peak_bytes"] / one["peak_bytes"] - 1)
         print(

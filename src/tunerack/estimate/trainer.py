@@ -21,11 +21,12 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"),
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one adapter in a pass: its tokens and how many of them carry loss."""
+    """The rows of one adapter in a pass: how many, their tokens, and how many of those carry loss."""
 
     lora: LoraSpec
     tokens: int
     trained: int
+    documents: int = 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def peak(shape: Shape, parts: Sequence[Part], element_bytes: int = 4) -> Peak:
 
 def _layer_bytes(shape: Shape, layer: Layer, parts: Sequence[Part], width: int) -> float:
     """Kept of one layer: the inputs of both norms; rotated queries, keys and values repeated for every head, the output
-    of attention and the same laid out by token; gate and up; the inputs of the groups that are adapted.
+    of attention, and a copy of it where several documents are joined; gate and up; the inputs of adapted groups.
     """
     assert layer.attention is not None
     tokens = sum(part.tokens for part in parts)
@@ -80,7 +81,9 @@ def _layer_bytes(shape: Shape, layer: Layer, parts: Sequence[Part], width: int) 
     query = heads * layer.attention.head_dim
     inner = next(linear.fan_in for linear in layer.linears if linear.name == "down_proj")
     inputs = {0: shape.hidden, 1: query, 2: shape.hidden, 3: inner}
-    total = tokens * (2 * shape.hidden + 4 * query + 2 * inner) * width + tokens * (heads + 2) * 4.0
+    # The joined copy is the input of the output projection; the output itself is that input of a single document.
+    queries = 4 if sum(part.documents for part in parts) > 1 else 3
+    total = tokens * (2 * shape.hidden + queries * query + 2 * inner) * width + tokens * (heads + 2) * 4.0
     for index, group in enumerate(GROUPS):
         if any(_names(part.lora, group) for part in parts):
             total += tokens * inputs[index] * width
