@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+from tunerack.settings import compute_environment
+
+# Before anything loads torch: the processes of a test share the cores.
+os.environ.update(compute_environment())
 
 
 @pytest.fixture(scope="session")

@@ -95,3 +95,13 @@ class Settings:
     @property
     def workers(self) -> Path:
         return self.home / "workers"
+
+
+def compute_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a process that computes.
+
+    Its idle threads sleep instead of spinning, unless the user says otherwise: where another process wants the same
+    cores, spinning made a training step five times slower (measured, two cores, three engines).
+    """
+    environment = os.environ if environment is None else environment
+    return {"OMP_WAIT_POLICY": "PASSIVE", **environment}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tunerack.errors import Invalid, Unavailable
 from tunerack.executors.executor import Handle
-from tunerack.settings import Settings
+from tunerack.settings import Settings, compute_environment
 
 WORKER_COMMAND = (sys.executable, "-m", "tunerack.worker")
 POLL_S = 0.05
@@ -58,6 +58,7 @@ class LocalExecutor:
         with self._log_path(worker_id).open("ab") as log:
             child = subprocess.Popen(
                 [*self._command, *arguments],
+                env=compute_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
