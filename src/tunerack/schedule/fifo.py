@@ -60,7 +60,7 @@ def _may_go(worker: WorkerView, needed: set[str]) -> bool:
 
 def _needs(snapshot: Snapshot) -> dict[str, str]:
     """Bases in the order in which they get a place: people who wait for an answer before jobs that wait."""
-    needs = {base: f"requests wait for {base}" for base in snapshot.wanted}
+    needs = {base: f"{base} is wanted by requests, or as the default model" for base in snapshot.wanted}
     for job in snapshot.waiting:
         needs.setdefault(job.model, f"job {job.id} waits for {job.model}")
     return needs
