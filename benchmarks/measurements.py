@@ -164,6 +164,7 @@ def _recipe(row: dict[str, str], shape: Shape) -> Recipe:
         trained_embeddings="embedding" in row["lora_targets"],
         varying=not _full_rows(row),
         offload_inputs="unsloth" in kernels,
+        grouped_experts="scattermoe" in kernels,
         parallel=parallel,
     )
 

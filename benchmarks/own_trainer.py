@@ -44,7 +44,7 @@ MEMORY: list[dict[str, Any]] = [
     {"rows": 3, "seq_len": 96, "adapters": 3, "lora": {"rank": 8, "target_modules": ATTENTION, "dropout": 0.05}},
 ]
 PASS_TOKENS = 1024
-TIME_SIZES = ((1, 64), (2, 64), (2, 128), (3, 128), (4, 128), (6, 128))
+TIME_SIZES = ((1, 64), (2, 64), (2, 128), (3, 128), (4, 128))
 TIME_SETS: list[dict[str, Any]] = [
     {"lora": {"rank": 16}},
     {"lora": {"rank": 8, "target_modules": ATTENTION}},

@@ -78,6 +78,7 @@ class Recipe:
     fused_norms: norms keep no fp32 copy; kbit_prepared: PEFT's prepare_model_for_kbit_training made all else fp32
     (it leaves GPTQ models as they are)
     amp: full fine-tuning keeps fp32 weights and computes in 16 bit
+    grouped_experts: all experts of a layer in a few kernels (transformers 5), instead of one after another
     offload_inputs: layer inputs wait for backward in the host's memory
     varying: rows of different length follow one another unpacked; seq_len is the longest
     adapters: trained together on one base; accumulates: gradients live across micro-batches
@@ -103,6 +104,7 @@ class Recipe:
     trained_embeddings: bool = False
     varying: bool = False
     offload_inputs: bool = False
+    grouped_experts: bool = False
     parallel: Parallel = Parallel()
 
     def __post_init__(self) -> None:

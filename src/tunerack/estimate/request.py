@@ -150,6 +150,7 @@ def recipe(spec: EstimateSpec, shape: Shape, seq_len: int, lengths: Lengths) -> 
         kbit_prepared=spec.method == "qlora" and not weights.startswith("gptq"),
         adapters=spec.adapters,
         accumulates=True,
+        grouped_experts=True,
         varying=not spec.packing and lengths.quantile(0.1) < lengths.longest,
     )
 

@@ -149,11 +149,12 @@ def _operations(shape: Shape, recipe: Recipe) -> float:
     for layer in shape.layers:
         total += BLOCK_OPERATIONS
         for linear in layer.linears:
-            maps = linear.copies * max(1, len(linear.parts))
-            total += (LINEAR_OPERATIONS + (UNPACK_OPERATIONS if recipe.quantised else 0)) * maps
-            total += ADAPTER_OPERATIONS * adapted.get(id(linear), 0) * linear.copies
+            copies = 1 if recipe.grouped_experts else linear.copies
+            unpack = UNPACK_OPERATIONS if recipe.quantised else 0
+            total += (LINEAR_OPERATIONS + unpack) * copies * max(1, len(linear.parts))
+            total += ADAPTER_OPERATIONS * adapted.get(id(linear), 0) * copies
         experts = max((x.copies for x in layer.linears if x.role == "expert"), default=0)
-        total += EXPERT_OPERATIONS * experts
+        total += EXPERT_OPERATIONS * (min(1, experts) if recipe.grouped_experts else experts)
     return total
 
 
