@@ -24,7 +24,11 @@ async def plan(request: Request) -> Response:
     spec = job_from_json(_mapping(body, "spec"))
     training = Path(text_field(body, "training_path"))
     validation = Path(body["validation_path"]) if body.get("validation_path") else None
-    return JSONResponse(await run_in_threadpool(plan_job, engine, spec, training, validation))
+
+    def planned() -> dict[str, Any]:
+        return plan_job(engine.base, engine.call(engine.trainer.rate), spec, training, validation)
+
+    return JSONResponse(await run_in_threadpool(planned))
 
 
 async def submit(request: Request) -> Response:

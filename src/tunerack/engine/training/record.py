@@ -48,6 +48,7 @@ class JobRecord:
         self.history = History()
         self.spec = request.spec
         self.report: Mapping[str, Any] | None = None
+        self.plan: Mapping[str, Any] | None = None
         self.step = 0
         self.total_steps = 0
         self.epoch = 0
@@ -74,7 +75,9 @@ class JobRecord:
             return None
         return (self.total_steps - self.step) * sum(s for s, _ in self._recent) / len(self._recent)
 
-    def start(self, job: TrainingJob) -> None:
+    def start(self, job: TrainingJob, plan: Mapping[str, Any] | None) -> None:
+        """`plan` is what was predicted before the first step; None where no step was ever measured."""
+        self.plan = plan
         self.spec, self.total_steps, self.state = job.spec, job.total_steps, "running"
         self._copy(job)
 
@@ -134,6 +137,7 @@ class JobRecord:
             "eta_s": self.eta_s,
             "spec": self.spec.to_json(),
             "report": self.report,
+            "plan": self.plan,
             "error": asdict(self.failure) if self.failure else None,
             "adapter": self.adapter,
             "events": [asdict(event) for event in self.history.events[after:]],

@@ -18,11 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tunerack.engine.base import BaseModel
+from tunerack.engine.training.calibration import measure_rate
 from tunerack.engine.training.checkpoint import Checkpoint, choose, list_checkpoints, restore, write_checkpoint
 from tunerack.engine.training.job import Failure, TrainingJob
 from tunerack.engine.training.microbatch import MicroBatch, pack, run_pass
+from tunerack.engine.training.plan import predict
 from tunerack.engine.training.record import JobRecord, JobRequest, build_job
 from tunerack.errors import TunerackError
+from tunerack.estimate.plan import Rate
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Trainer:
         self._jobs: dict[str, TrainingJob] = {}
         self._arrivals: deque[list[JobRequest]] = deque()
         self._lock = threading.RLock()
+        self._rate: Rate | None = None
         self._membership_changed = False
         self._steps_since_checkpoint = 0
         self._work = self._run()
@@ -95,6 +99,12 @@ class Trainer:
     @property
     def has_work(self) -> bool:
         return any(record.live for record in list(self.records.values()))
+
+    def rate(self) -> Rate:
+        """Seconds of a step by its tokens; measured the first time, which takes a few seconds."""
+        if self._rate is None:
+            self._rate = measure_rate(self.base)
+        return self._rate
 
     def advance(self) -> None:
         """One unit of work: preparing one job, one pass, or one border."""
@@ -156,7 +166,7 @@ class Trainer:
             count = job.parameters.values.numel()
             record.history.add(f"training {count:,} parameters for {job.total_steps} steps")
         self._jobs = dict(sorted({**self._jobs, job.name: job}.items()))
-        record.start(job)
+        record.start(job, predict(self.base, self._rate, job.spec, job.dataset) if self._rate else None)
         self._membership_changed = True
 
     def _joint_step(self) -> Iterator[None]:
