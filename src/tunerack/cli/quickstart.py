@@ -85,14 +85,15 @@ def next_steps(url: str, settings: Settings, adapters: list[str]) -> str:
     triage, sql = adapters
     return f"""\
 curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
-  -d '{{"model": "{sql}", "messages": [{{"role": "system", "content": "Write SQL for the shop."}},
+  -d '{{"model": "{sql}", "temperature": 0, "messages": [{{"role": "system", "content": "Write SQL for the shop."}},
        {{"role": "user", "content": "Which products cost less than 10?"}}]}}'
 
 from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="{key}")
 messages = [{{"role": "system", "content": "Triage the ticket."}},
             {{"role": "user", "content": "My phone never came, I want my money back today."}}]
-print(client.chat.completions.create(model="{triage}", messages=messages).choices[0].message.content)
+answer = client.chat.completions.create(model="{triage}", temperature=0, messages=messages)
+print(answer.choices[0].message.content)
 
 tunerack --home {settings.home} chat {triage} --system "Triage the ticket." "The app crashes when I log in."
 tunerack quickstart --stop    # ends the server"""
