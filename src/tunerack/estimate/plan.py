@@ -16,7 +16,7 @@ from tunerack.spec.job import AUTO, JobSpec
 Basis = Literal["prior", "similar runs", "calibrated here"]
 
 # Half-width of the 90 % interval around a step time, as a factor. Prior: nine of ten published runs that tuned nothing
-# are within it (benchmarks/estimator.py). The other two are what two-point calibration leaves on the paper's series, with
+# are within it (benchmarks/estimator.py). The others: what two-point calibration leaves on the paper's series, and
 # room for other load on the machine.
 SPREAD: dict[str, float] = {"prior": 1.6, "similar runs": 1.35, "calibrated here": 1.2}
 
