@@ -30,6 +30,8 @@ from tunerack.worker.generation_fields import (
 from tunerack.worker.process import Process
 
 _DISCONNECT_POLL_S = 0.25
+# nginx's status for a client that closed its connection; nobody is there to read it.
+_CLIENT_GONE = 499
 DONE = b"data: [DONE]\n\n"
 
 
@@ -100,7 +102,9 @@ async def _answer(
     prefix = "chatcmpl" if chat else "cmpl"
     call = Call(engine, fields, prompts, adapter, model, chat, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
     pieces = _pieces(call, request)
-    first = await anext(pieces)
+    first = await anext(pieces, None)
+    if first is None:
+        return Response(status_code=_CLIENT_GONE)
     if fields.stream:
         return StreamingResponse(_stream(call, first, pieces), media_type="text/event-stream")
     return await _whole(call, first, pieces)
