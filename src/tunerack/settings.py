@@ -100,9 +100,9 @@ class Settings:
 def compute_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a process that computes; what the user has set stays.
 
-    Idle threads of GNU OpenMP spin for 1,000 turns, not for 300,000, before they sleep. On two cores a decode step of one
-    engine is as fast as with the default (151 against 149 ms), that of three engines side by side three times faster
-    (471 against 1,450 ms); no spinning at all costs the one engine a quarter (188 ms).
+    Idle threads of GNU OpenMP spin for 1,000 turns, not for 300,000, before they sleep. On two cores a decode step of
+    one engine is as fast as with the default (151 against 149 ms), that of three engines side by side three times
+    faster (471 against 1,450 ms); no spinning at all costs the one engine a quarter (188 ms).
     """
     environment = os.environ if environment is None else environment
     return {"GOMP_SPINCOUNT": "1000", **environment}
