@@ -7,7 +7,6 @@ empty, what its framework does by default is taken, and only that.
 from __future__ import annotations
 
 import csv
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,8 +277,3 @@ def _micro_batch_s(row: dict[str, str], recipe: Recipe, tokens: float, accumulat
 def _full_rows(row: dict[str, str]) -> bool:
     """Each row has `seq_len` tokens."""
     return row["seq_semantics"].lower().startswith(("packed", "full", "input length", "fixed", "padded to"))
-
-
-def padding_error(value: float, estimate: float) -> float:
-    """Relative error of an estimate."""
-    return abs(estimate / value - 1) if value else math.inf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -189,8 +189,8 @@ class Shape:
 def scaled(parameters: float) -> Shape:
     """A Llama-like shape of about that many parameters, for a model of which only the size is known.
 
-    Width and depth follow the published sizes of the family: hidden = 128 * (parameters / 1e9)^(1/3) * 16 rounded to
-    128, feed-forward 8/3 of it; the depth gives the rest. `assumed` marks the shape.
+    Hidden 2048 at 1e9 parameters, growing with their cube root, in steps of 128; feed-forward 8/3 of it; the depth
+    gives the rest. That is near the published sizes from 1B to 70B. `assumed` marks the shape.
     """
     hidden = max(128, round(2048 * (parameters / 1e9) ** (1 / 3) / 128) * 128)
     inner = round(hidden * 8 / 3 / 256) * 256
@@ -206,10 +206,3 @@ def scaled(parameters: float) -> Shape:
     )
     layer = Layer(linears, 2 * hidden, Attention(heads, heads, hidden // heads, hidden // heads))
     return Shape("llama", hidden, vocab, (layer,) * depth, False, hidden, 4096, assumed=True)
-
-
-def shape_of(config: Mapping[str, object]) -> Shape:
-    """The shape that a config.json describes; see `catalog.config.read`."""
-    from tunerack.catalog import config as reader
-
-    return reader.read(config)
