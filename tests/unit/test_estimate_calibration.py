@@ -50,3 +50,24 @@ def test_eta_learns_from_what_the_job_has_shown() -> None:
 
 def test_entries_survive_the_file() -> None:
     assert Measured.from_json(entry("m", "lora", 1.0).to_json()) == entry("m", "lora", 1.0)
+
+
+def test_a_finished_job_shows_its_rate_and_counts_as_similar() -> None:
+    job = {
+        "model": "smollm2-135m",
+        "status": "succeeded",
+        "trained_tokens": 50_000,
+        "finished_at": 1_700_000_000,
+        "tunerack": {"elapsed_s": 200.0},
+    }
+    found = calibration.of_job(job, "cpu")
+    assert found is not None
+    assert (found.alpha_s, found.beta_s_per_token, found.kind) == (0.0, 200 / 50_000, "job")
+    rate = calibration.choose([found], "cpu", "smollm2-135m", "lora")
+    assert rate is not None
+    assert rate.basis == "similar runs"
+
+
+def test_a_job_that_failed_or_trained_nothing_shows_nothing() -> None:
+    assert calibration.of_job({"model": "m", "status": "failed", "trained_tokens": 5}, "cpu") is None
+    assert calibration.of_job({"model": "m", "status": "succeeded", "trained_tokens": None}, "cpu") is None

@@ -17,10 +17,14 @@ SIZES = ((1, 64), (4, 128), (6, 128))
 @click.option("--model", default="smollm2-135m", show_default=True, help="Catalogue name of the base.")
 @click.option("--rank", default=16, show_default=True, type=click.IntRange(1), help="Rank of the adapter.")
 @click.option("--target-modules", "targets", metavar="NAMES", help="Adapted modules.  [every linear map]")
+@click.option("--from-jobs", is_flag=True, help="Run nothing; take the finished jobs of the server.")
 @json_option
 @click.pass_obj
-def command(settings: Settings, model: str, rank: int, targets: str | None, as_json: bool) -> None:
+def command(settings: Settings, model: str, rank: int, targets: str | None, from_jobs: bool, as_json: bool) -> None:
     """Run a few short training steps here, and let estimates for this device use them from now on."""
+    if from_jobs:
+        _from_jobs(settings, as_json=as_json)
+        return
     from tunerack.catalog.gpus import CPU
     from tunerack.cli import calibrations, measuring
     from tunerack.estimate import calibration
@@ -53,3 +57,27 @@ def command(settings: Settings, model: str, rank: int, targets: str | None, as_j
             }
         )
     )
+
+
+def _from_jobs(settings: Settings, *, as_json: bool) -> None:
+    """Keep what the finished jobs of the server show, each once."""
+    from tunerack.catalog.gpus import CPU
+    from tunerack.cli import calibrations
+    from tunerack.client import ControlClient
+    from tunerack.estimate import calibration
+
+    with ControlClient.of(settings) as client:
+        jobs = client.jobs(limit=100)
+    known = {(entry.model, entry.measured_at) for entry in calibrations.load(settings.home) if entry.kind == "job"}
+    found = [entry for job in jobs if (entry := calibration.of_job(job, CPU)) is not None]
+    new = sorted(
+        (entry for entry in found if (entry.model, entry.measured_at) not in known), key=lambda one: one.measured_at
+    )
+    for entry in new:
+        calibrations.add(settings.home, entry)
+    if as_json:
+        emit([entry.to_json() for entry in new])
+        return
+    click.echo(f"{len(new)} new of {len(found)} finished jobs kept in {calibrations.path_of(settings.home)}")
+    for entry in new:
+        click.echo(f"  {entry.model}: {1 / entry.beta_s_per_token:.1f} tokens/s")

@@ -29,7 +29,7 @@ def render(answer: Answer, notes: Sequence[str], how: str, traced: Mapping[str, 
         f"steps   {best.duration.steps:,} of {spec.batch_size} rows, {spec.n_epochs} epochs, seq_len "
         f"{best.recipe.seq_len}{_padding(answer, best)}",
         "",
-        _memory(best),
+        _memory(best, shape.assumed),
         "",
         _offers(answer.offers),
         "",
@@ -50,9 +50,9 @@ def _padding(answer: Answer, best: Offer) -> str:
     return f"; {share:.0%} of the tokens are padding (--packing has none)" if share > 0.2 else ""
 
 
-def _memory(best: Offer) -> str:
+def _memory(best: Offer, assumed: bool) -> str:
     result, capacity = best.fit.memory, best.fit.capacity_bytes
-    allocated, device = fit.allocated_interval(result), fit.device_interval(result, capacity)
+    allocated, device = fit.allocated_interval(result, assumed), fit.device_interval(result, capacity, assumed)
     terms = ", ".join(
         f"{name} {value / GB:.2f}" for name, value in sorted(result.terms.items(), key=lambda item: -item[1])
     )

@@ -69,8 +69,22 @@ def choose(entries: Iterable[Measured], device: str, model: str, method: str) ->
     chosen = max(exact or mine, key=lambda entry: entry.measured_at, default=None)
     if chosen is None:
         return None
-    basis = "calibrated here" if chosen in exact else "similar runs"
+    basis = "calibrated here" if chosen in exact and chosen.kind == "calibrated" else "similar runs"
     return Rate(chosen.alpha_s, chosen.beta_s_per_token, basis)  # type: ignore[arg-type]
+
+
+def of_job(job: Mapping[str, Any], device: str) -> Measured | None:
+    """What a finished job shows: all its tokens over all its time, as one point; None for a job that shows nothing.
+
+    job: as the API prints it. Time that other jobs took in the same passes is in it.
+    """
+    own = job.get("tunerack") or {}
+    tokens, seconds = job.get("trained_tokens"), own.get("elapsed_s")
+    if job.get("status") != "succeeded" or not tokens or not seconds:
+        return None
+    points = ((float(tokens), float(seconds)),)
+    finished = float(job.get("finished_at") or 0)
+    return Measured(device, str(job["model"]), "lora", *fit(points), points, finished, "job")
 
 
 def learned(rate: Rate, planned_s: float, elapsed_s: float, done: float) -> float:
