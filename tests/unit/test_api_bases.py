@@ -43,3 +43,15 @@ def test_what_is_refused_changes_nothing(tmp_path: Path, asked: str) -> None:
     with pytest.raises(Invalid):
         default_base(settings, asked.format(tmp_path))
     assert not (settings.home / "catalog").exists()
+
+
+def test_a_repository_of_the_hub_under_its_own_or_another_name(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "home")
+    file = settings.home / "catalog" / "models.toml"
+    assert default_base(settings, "some-org/Some-Model.v1")[1] == "some-org/Some-Model.v1"
+    assert default_base(settings, "short=some-org/Some-Model.v1")[1] == "short"
+    for name in ("some-org/Some-Model.v1", "short"):
+        source = find(name, file).source
+        assert (source.kind, source.repo) == ("hub", "some-org/Some-Model.v1")
+    # An alias of the catalogue is not taken for a repository.
+    assert default_base(settings, "HuggingFaceTB/SmolLM2-135M-Instruct")[1] == "smollm2-135m"
