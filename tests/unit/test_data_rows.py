@@ -153,7 +153,7 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
 
 def test_mixed_formats(tmp_path: Path) -> None:
     (found,) = problems(tmp_path, json.dumps(CHAT) + '\n{"prompt": "a", "completion": "b"}')
-    assert found.startswith("train.jsonl:2: is a prompt/completion row, but line 1 is a chat row")
+    assert found.startswith("train.jsonl:2: has the prompt/completion format, but line 1 has chat")
 
 
 def test_all_problems_at_once_and_the_rest_counted(tmp_path: Path) -> None:

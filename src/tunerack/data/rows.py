@@ -71,7 +71,7 @@ def read_rows(path: Path, name: str | None = None) -> ReadReport:
             if first is None:
                 first = (kind, line)
             elif kind != first[0]:
-                raise RowError(f"is a {kind} row, but line {first[1]} is a {first[0]} row", "keep one format per file")
+                raise RowError(f"has the {kind} format, but line {first[1]} has {first[0]}", "keep one format per file")
             row_format = ROW_FORMATS[kind]
             rows.append(row_format.read(line, parsed))
             for key in parsed.keys() - row_format.keys:
