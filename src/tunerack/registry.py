@@ -65,7 +65,10 @@ class Registry:
         try:
             version = await asyncio.to_thread(adapter_version, staged)
             worker = await self._fleet.ready(base, READY_TIMEOUT_S)
-            described = await self._load(worker, version, staged)
+            try:
+                described = await self._load(worker, version, staged)
+            except Invalid as error:
+                raise Invalid(error.problems, param=error.param or "lora_path", code=error.code) from None
             adapter = Adapter(
                 version=version,
                 base_model=base,

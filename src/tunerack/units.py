@@ -1,6 +1,9 @@
-"""Sizes and times as people read and write them."""
+"""Sizes, times and paths as people read and write them."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -26,3 +29,8 @@ def format_duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours}h {minutes:02d}m"
     return f"{hours // 24}d {hours % 24}h"
+
+
+def path_as_given(text: str | Path) -> Path:
+    """A path with `~` as a shell reads it: left as it is where there is no such user."""
+    return Path(os.path.expanduser(text))

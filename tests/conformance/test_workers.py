@@ -147,6 +147,26 @@ def test_a_stream_counts_in_every_chunk(site: Site, path: str) -> None:
     assert chunks[-2]["choices"][0]["finish_reason"] in ("stop", "length")
 
 
+def test_an_answer_ends_when_its_client_goes(site: Site) -> None:
+    """Also a plain one, while its tokens come without a pause."""
+    if not site.real:
+        pytest.skip("the fake answers at once")
+
+    async def call(client: WorkerClient) -> None:
+        asked = asyncio.create_task(
+            client.generate("/v1/chat/completions", {**ASK, "max_tokens": 8000, "ignore_eos": True})
+        )
+        async with asyncio.timeout(30):
+            while not (await client.health())["running"]:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            asked.cancel()
+            while (await client.health())["running"]:
+                await asyncio.sleep(0.05)
+
+    site.run(call)
+
+
 def test_wrong_fields_are_refused_before_the_stream(site: Site) -> None:
     async def ask(client: WorkerClient) -> None:
         async with client.stream("/v1/chat/completions", {**ASK, "stream": True, "temperature": 3}) as lines:

@@ -227,6 +227,18 @@ def test_the_same_seed_gives_the_same_text_whatever_else_runs(tiny):
     assert different.text != alone.text
 
 
+def test_the_answers_of_one_request_differ_and_repeat_with_the_seed(tiny):
+    server = Server(tiny, AdapterBank(tiny.decoder.groups()), Limits(16, 1 << 24))
+    for seed in (7, 2**64 - 1):
+        params = SamplingParams(temperature=1.3, seed=seed)
+        first, again = (ask(server, range(5, 15), params=params, max_tokens=12, n=3) for _ in range(2))
+        alone = ask(server, range(5, 15), params=params, max_tokens=12)
+        finish(server)
+        assert len(set(first.text.values())) == 3
+        assert first.text == again.text
+        assert first.text[0] == alone.text[0]
+
+
 def test_sampling_follows_the_distribution_and_its_limits():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     empty = __import__("collections").Counter()
@@ -241,6 +253,8 @@ def test_sampling_follows_the_distribution_and_its_limits():
     np.testing.assert_allclose(frequencies(), [0.5, 0.3, 0.15, 0.05], atol=0.03)
     np.testing.assert_allclose(frequencies(top_k=2), [0.625, 0.375, 0, 0], atol=0.03)
     np.testing.assert_allclose(frequencies(top_p=0.6), [0.625, 0.375, 0, 0], atol=0.03)
+    np.testing.assert_allclose(frequencies(top_k=2, top_p=0.6), [1, 0, 0, 0])
+    np.testing.assert_allclose(frequencies(temperature=1e-300), [1, 0, 0, 0])
     np.testing.assert_allclose(frequencies(min_p=0.25), [10 / 19, 6 / 19, 3 / 19, 0], atol=0.03)
     np.testing.assert_allclose(frequencies(logit_bias={0: -100.0}), [0, 0.6, 0.3, 0.1], atol=0.03)
     heated = np.sqrt([0.5, 0.3, 0.15, 0.05])

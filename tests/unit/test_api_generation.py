@@ -232,7 +232,7 @@ class TestAdapters:
     ) -> None:
         before = sorted(path.name for path in (control.home / "adapters").iterdir())
         answer = load(http, "foreign", write_adapter(tmp_path / "f", "llama", seed=1))
-        assert answer.status_code == 400
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
         assert answer.json()["error"]["message"].count("\n") == 1
         assert http.get("/v1/adapters/foreign").status_code == 404
         assert sorted(path.name for path in (control.home / "adapters").iterdir()) == before
@@ -242,7 +242,13 @@ class TestAdapters:
         (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
         cut = write_adapter(tmp_path / "c", MODEL, seed=1)
         (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-40])
-        wrong = {pickled: "pickle", tmp_path / "none": "not a folder", Path("a"): "full path", cut: "end of the file"}
+        wrong = {
+            pickled: "pickle",
+            tmp_path / "none": "not a folder",
+            Path("a"): "full path",
+            Path("~nobody-here/a"): "full path",
+            cut: "end of the file",
+        }
         for folder, words in wrong.items():
             answer = load(http, "x", folder)
             assert answer.status_code == 400
@@ -259,6 +265,11 @@ class TestAdapters:
 
 
 class TestAround:
+    def test_an_error_quotes_no_more_than_a_person_reads(self, http: httpx2.Client) -> None:
+        answer = http.post("/v1/chat/completions", json={"model": "x" * 100_000, "messages": ASK})
+        assert answer.status_code == 404
+        assert 1000 < len(answer.json()["error"]["message"]) < 1100
+
     def test_request_ids(self, http: httpx2.Client) -> None:
         assert http.get("/health").headers["x-request-id"].startswith("req_")
         assert http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"

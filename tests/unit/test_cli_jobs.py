@@ -102,6 +102,9 @@ def test_from_a_job_to_an_answer_of_its_adapter(shell: Shell, data: Path) -> Non
     assert code == 0
     assert "1,200" in out
 
+    code, out, err = shell.run("adapters", "rm", "team/first", "--json")
+    assert (code, out) == (2, "")
+    assert "add --yes" in err
     assert shell.run("adapters", "rm", "team/first", "-y") == (0, "removed team/first\n", "")
     code, _, err = shell.run("chat", "team/first", "hi")
     assert code == 1

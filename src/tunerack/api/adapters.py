@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from tunerack.api.services import Services, services_of
 from tunerack.errors import Invalid, NotFound, Problem
 from tunerack.serve.router import not_found
 from tunerack.store.adapters import AdapterName
+from tunerack.units import path_as_given
 
 _LOAD_FIELDS = frozenset({"lora_name", "lora_path", "load_inplace", "base_model"})
 
@@ -86,7 +86,7 @@ async def load(request: Request) -> Response:
         raise Invalid(found, param=found[0].where)
     named = await services.controller.registry.add(
         body["lora_name"],
-        Path(body["lora_path"]).expanduser(),
+        path_as_given(body["lora_path"]),
         _base_of(services, body.get("base_model")),
         in_place=body.get("load_inplace", False),
     )

@@ -12,6 +12,7 @@ from tunerack.serve.router import not_found
 from tunerack.settings import Settings
 from tunerack.spec.names import check_name
 from tunerack.store.disk import write_file
+from tunerack.units import path_as_given
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -43,7 +44,7 @@ def default_base(settings: Settings, asked: str | None) -> tuple[Catalogue, str 
 
 
 def _source(name: str, place: str) -> Source:
-    path = Path(place).expanduser().absolute()
+    path = path_as_given(place).absolute()
     if path.exists():
         return Source(kind="path", path=str(path))
     if HUB_ID.fullmatch(place):

@@ -11,6 +11,8 @@ from starlette.responses import JSONResponse
 from tunerack.errors import TunerackError, Unavailable
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Letters of one problem; what is wrong may be quoted in it, and be as long as a body.
+_MAX_LINE = 1000
 # A second try can't end otherwise, and may do something twice.
 _FINAL_CODES = frozenset({"disk_full", "adapter_exists", "idempotency_key_reused", "internal_error"})
 
@@ -22,7 +24,8 @@ def error_object(error: TunerackError) -> dict[str, Any]:
 
 def _object(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"message": message, "type": kind, "param": param, "code": code}
+    lines = [line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}…" for line in message.split("\n")]
+    return {"message": "\n".join(lines), "type": kind, "param": param, "code": code}
 
 
 def error_response(error: TunerackError) -> JSONResponse:

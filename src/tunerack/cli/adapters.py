@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,6 +66,8 @@ def remove_adapters(settings: Settings, names: tuple[str, ...], yes: bool, as_js
     """Remove adapters by NAME, with their weights."""
     from tunerack.client import ControlClient
 
+    if not yes and (as_json or not sys.stdin.isatty()):
+        raise click.UsageError("nobody can be asked here; add --yes to remove")
     if not yes:
         click.confirm(f"remove {', '.join(names)}?", abort=True, err=True)
     with ControlClient.of(settings) as client:

@@ -11,6 +11,7 @@ import click
 from tunerack.cli.output import emit, json_option
 from tunerack.errors import Invalid, Problem
 from tunerack.settings import Settings
+from tunerack.units import path_as_given
 
 if TYPE_CHECKING:
     from tunerack.catalog.shape import Shape
@@ -202,7 +203,7 @@ def shape_of(model: str, settings: Settings, folder: Path) -> tuple[Shape, Path 
     entry = models.find(model, settings.home / "catalog" / "models.toml")
     if entry is not None:
         return entry.shape, None
-    for path in (Path(model).expanduser(), folder / model):
+    for path in (path_as_given(model), folder / model):
         if path.exists():
             return config.read_file(path), path if path.is_dir() else path.parent
     if size := re.fullmatch(r"(\d+(?:\.\d+)?)[bB]", model):

@@ -13,6 +13,7 @@ from tunerack.client import ControlClient
 from tunerack.data.rows import read_rows
 from tunerack.errors import Invalid, Problem
 from tunerack.spec.job import AUTO, JobSpec
+from tunerack.units import path_as_given
 
 TOP_LEVEL = ("model", "training_file", "validation_file", "suffix", "adapter_name", "lora")
 # Id of a file that the server has already, in place of a path.
@@ -31,7 +32,7 @@ def local_files(spec: JobSpec, folder: Path) -> dict[str, Path]:
     """Paths by field; relative ones start at `folder`. Ids of files that the server has already are left out."""
     asked = {"training_file": spec.training_file, "validation_file": spec.validation_file}
     return {
-        field: folder / Path(value).expanduser()
+        field: folder / path_as_given(value)
         for field, value in asked.items()
         if value is not None and not FILE_ID.fullmatch(value)
     }

@@ -15,6 +15,7 @@ from tunerack.cli.output import emit, json_option
 from tunerack.errors import Invalid, TunerackError
 from tunerack.settings import Settings
 from tunerack.spec.job import JobSpec
+from tunerack.units import path_as_given
 
 
 @click.command()
@@ -98,7 +99,7 @@ def read_spec(data: Path | None, job_file: Path | None, asked: dict[str, Any]) -
     for field in {"training_file", "validation_file"} & asked.keys():
         # Unlike the paths of a job file, these start where the person is.
         if not FILE_ID.fullmatch(asked[field]):
-            asked[field] = str(Path(asked[field]).expanduser().absolute())
+            asked[field] = str(path_as_given(asked[field]).absolute())
     from_flags = set(asked) | {f"lora.{name}" for name in asked.get("lora", {})}
     lora = mapping.get("lora", {})
     if "lora" in asked and isinstance(lora, dict):

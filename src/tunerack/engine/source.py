@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tunerack.catalog.models import Model
 from tunerack.errors import Invalid, Unavailable
+from tunerack.units import path_as_given
 
 _READY = "ready.json"
 
@@ -24,7 +25,7 @@ def prepare_base(model: Model, bases: Path) -> Path:
     """
     source = model.source
     if source.kind == "path":
-        path = Path(source.path).expanduser()
+        path = path_as_given(source.path)
         if path.is_file() and path.suffix == ".gguf":
             return _converted(path, bases / model.name)
         if not (path / "config.json").is_file():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -152,7 +153,8 @@ async def _pieces(call: Call, request: Request) -> AsyncIterator[Piece]:
                 GenerationRequest(
                     prompt=tuple(prompt),
                     adapter=call.adapter,
-                    params=fields.params,
+                    # Without a seed, equal prompts in one list are to get answers of their own.
+                    params=fields.params if fields.seeded else replace(fields.params, seed=secrets.randbits(63)),
                     max_tokens=fields.max_tokens or engine.base.max_model_len - len(prompt),
                     n=fields.n,
                     stop=fields.stop,
@@ -160,13 +162,16 @@ async def _pieces(call: Call, request: Request) -> AsyncIterator[Piece]:
                     emit=emit,
                 )
             )
-        left = len(answers)
+        left, look_at = len(answers), 0.0
         while left:
+            # Also while pieces come: a plain answer has nothing else that would notice.
+            if loop.time() >= look_at:
+                if await request.is_disconnected():
+                    return
+                look_at = loop.time() + _DISCONNECT_POLL_S
             try:
                 piece = await asyncio.wait_for(queue.get(), _DISCONNECT_POLL_S)
             except TimeoutError:
-                if await request.is_disconnected():
-                    return
                 continue
             left -= piece.finish_reason is not None or piece.error is not None
             yield piece

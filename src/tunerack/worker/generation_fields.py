@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -50,9 +49,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class GenerationFields:
-    """What a body asks for, apart from the prompt. max_tokens None: as many as the context holds."""
+    """What a body asks for, apart from the prompt. max_tokens None: as many as the context holds.
+
+    seeded: the seed in `params` is the client's
+    """
 
     params: SamplingParams
+    seeded: bool
     max_tokens: int | None
     max_tokens_field: str
     n: int
@@ -77,9 +80,11 @@ class _Reader:
         value = self.body.get(name)
         if value is None:
             return default
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not ok or not low <= value <= high or (above_low and value == low):
-            self.wrong(name, f"is {value!r}; it must be a number between {low:g} and {high:g}")
+        # NaN is between nothing; a whole number too large for a float still compares.
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        if not ok or (above_low and value == low):
+            bounds = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+            self.wrong(name, f"is {value!r}; it must be a number {bounds}")
             return default
         return float(value)
 
@@ -125,6 +130,7 @@ def read_generation_fields(body: Mapping[str, Any], *, chat: bool, vocab_size: i
     options = _read_stream_options(reader)
     fields = GenerationFields(
         params=params,
+        seeded=body.get("seed") is not None,
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
         n=reader.whole("n", 1, 1, 128) or 1,
@@ -184,7 +190,8 @@ def _read_bias(reader: _Reader, vocab_size: int) -> dict[int, float]:
     result: dict[int, float] = {}
     pairs: list[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else [(None, None)]
     for key, bias in pairs:
-        token = int(key) if isinstance(key, str) and key.isdecimal() else -1
+        # Longer digits than any token id has would be refused by int().
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 9 else -1
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not 0 <= token < vocab_size or not number or not -100 <= bias <= 100:
             reader.wrong("logit_bias", f"must map token ids below {vocab_size} to numbers between -100 and 100")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tunerack.engine.serving.bank import ServedAdapter
@@ -54,6 +54,8 @@ class Answer:
     ) -> None:
         self.request = request
         self.choice = choice
+        # A random stream of its own, or all `n` would say the same.
+        self.params = replace(request.params, seed=(request.params.seed + choice) % 2**64)
         self.adapter = adapter
         self.tokens = list(request.prompt)
         self.cache: int | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _CANDIDATES = 512
+_COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -60,25 +61,32 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, generate
             logits[token] -= params.frequency_penalty * count + params.presence_penalty
     if params.temperature == 0:
         return int(logits.argmax())
-    scaled = logits / params.temperature
+    # From the highest down: next to 0, a temperature leaves that one alone and makes no infinities.
+    scaled = (logits - logits.max()) / max(params.temperature, _COLDEST)
     log_total = float(scaled.logsumexp(0))
     values, tokens = _candidates(scaled, params, log_total)
     probabilities = (values - log_total).double().exp_()
+    if params.top_k:
+        probabilities /= probabilities.sum()
     if params.top_p < 1:
         before = probabilities.cumsum(0) - probabilities
         kept = max(1, int((before < params.top_p).sum()))
         probabilities, tokens = probabilities[:kept], tokens[:kept]
     if params.min_p > 0:
-        kept = max(1, int((probabilities >= params.min_p * probabilities[0]).sum()))
-        probabilities, tokens = probabilities[:kept], tokens[:kept]
-    cumulative = probabilities.cumsum(0)
-    draw = np.random.Generator(np.random.Philox(key=[params.seed, position])).random()
+        likely = probabilities >= params.min_p * probabilities.max()
+        probabilities, tokens = probabilities[likely], tokens[likely]
+    # By token, not by score: the batch may change a score's last bits, and so which of two near ones comes first.
+    tokens, order = tokens.sort()
+    cumulative = probabilities[order].cumsum(0)
+    # As uint64: of a list with a seed past 2**63 numpy would make floats.
+    key = np.array([params.seed, position], dtype=np.uint64)
+    draw = np.random.Generator(np.random.Philox(key=key)).random()
     place = int(torch.searchsorted(cumulative, draw * float(cumulative[-1]), right=True))
     return int(tokens[min(place, len(tokens) - 1)])
 
 
 def _candidates(scaled: Tensor, params: SamplingParams, log_total: float) -> tuple[Tensor, Tensor]:
-    """Scores and tokens in falling order: all that the rules can leave, without sorting more than needed."""
+    """Scores and tokens, all that the rules can leave; in falling order where top_k or top_p ask for it."""
     if params.top_k:
         values, tokens = scaled.topk(min(params.top_k, len(scaled)))
         return values, tokens
@@ -86,8 +94,9 @@ def _candidates(scaled: Tensor, params: SamplingParams, log_total: float) -> tup
         values, tokens = scaled.topk(min(_CANDIDATES, len(scaled)))
         if float((values - log_total).exp().sum()) >= params.top_p:
             return values, tokens
-    values, tokens = scaled.sort(descending=True)
-    return values, tokens
+        values, tokens = scaled.sort(descending=True)
+        return values, tokens
+    return scaled, torch.arange(len(scaled), device=scaled.device)
 
 
 def token_logprob(logits: Tensor, token: int, count: int) -> TokenLogprob:

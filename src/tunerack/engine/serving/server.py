@@ -200,7 +200,7 @@ class Server:
         return self.base.decoder.logits(hidden[torch.tensor(last_rows, device=device, dtype=torch.int64)])
 
     def _choose(self, answer: Answer, logits: Tensor) -> None:
-        params = answer.request.params
+        params = answer.params
         if not bool(torch.isfinite(logits).all()):
             self._fail(answer, "the model gave values that are not finite")
             return
