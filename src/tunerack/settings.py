@@ -8,6 +8,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tunerack.errors import Invalid, Problem
+from tunerack.units import path_as_given
+
+# Smallest and largest whole number of each variable; None: no end.
+_BOUNDS: Mapping[str, tuple[int, int | None]] = {
+    "port": (0, 65535),
+    "threads": (0, None),
+    "micro_batch_tokens": (1, None),
+    "kv_cache_bytes": (1, None),
+    "max_running": (1, None),
+    "max_upload_bytes": (1, None),
+}
+_DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -50,12 +62,23 @@ class Settings:
             if field.name == "home":
                 values["home"] = Path(raw)
             elif isinstance(field.default, int):
+                low, high = _BOUNDS[field.name]
                 try:
-                    values[field.name] = int(raw)
+                    number = int(raw)
                 except ValueError:
                     problems.append(
                         Problem(f"{raw!r} is not a whole number", name, f"unset {name} or give digits only")
                     )
+                    continue
+                if number < low or (high is not None and number > high):
+                    bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+                    problems.append(Problem(f"{number} is not {bounds}", name, f"unset {name} or change it"))
+                values[field.name] = number
+            elif field.name == "device" and raw not in _DEVICES:
+                problems.append(Problem(f"{raw!r} is none of {', '.join(_DEVICES)}", name, f"unset {name}"))
+            elif field.name == "api_key" and not (raw.isascii() and raw.isprintable() and " " not in raw):
+                # It goes into a header. Never shown, as it may be most of the right one.
+                problems.append(Problem("has letters that no header can hold", name, "openssl rand -hex 24"))
             else:
                 values[field.name] = raw
         if problems:
@@ -66,7 +89,7 @@ class Settings:
     def at(self, home: Path) -> Settings:
         """The same settings with another home folder, made absolute."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Settings(**{**values, "home": home.expanduser().absolute()})
+        return Settings(**{**values, "home": path_as_given(home).absolute()})
 
     @property
     def database(self) -> Path:

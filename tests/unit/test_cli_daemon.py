@@ -61,6 +61,16 @@ def test_up_twice_is_one_server_and_down_ends_it(home: Path, capsys: Any) -> Non
     assert run(capsys, "down") == (0, {"ended": []}, "")
 
 
+def test_two_ups_at_once_are_one_server(home: Path, capsys: Any) -> None:
+    command = [sys.executable, "-m", "tunerack.cli.main", "--home", str(home), "up", "--json"]
+    ups = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(3)]
+    answers = [up.communicate(timeout=60) for up in ups]
+    assert [(up.returncode, err) for up, (_, err) in zip(ups, answers, strict=True)] == [(0, b"")] * 3
+    assert len({json.loads(out)["url"] for out, _ in answers}) == 1
+    code, answer, _ = run(capsys, "down")
+    assert (code, len(answer["ended"])) == (0, 1)
+
+
 def test_after_a_kill_doctor_finds_and_fixes_what_is_left(home: Path, capsys: Any) -> None:
     run(capsys, "up")
     pid = json.loads((home / "control.json").read_text())["pid"]
@@ -119,6 +129,13 @@ def test_a_taken_port_is_one_error(home: Path, capsys: Any) -> None:
         assert problem["message"] == f"can't listen at 127.0.0.1:{port}: Address already in use"
         assert "--port" in problem["hint"]
     assert not (home / "control.json").exists()
+
+
+def test_an_address_of_another_machine_is_one_error(home: Path, capsys: Any) -> None:
+    code, out, err = run(capsys, "up", "--host", "192.0.2.1")
+    assert (code, out) == (1, None)
+    (problem,) = json.loads(err)["error"]["problems"]
+    assert "--host 127.0.0.1" in problem["hint"]
 
 
 def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(home: Path, capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -56,7 +57,9 @@ def control_processes(settings: Settings) -> list[Process]:
     started_here = [
         process
         for process in running_processes()
-        if _names_tunerack(process) and _value_after(process.arguments, "--home") == home
+        if _names_tunerack(process)
+        and "--foreground" in process.arguments
+        and _value_after(process.arguments, "--home") == home
     ]
     known = {process.pid for process in started_here}
     return started_here + ([found.process] if found is not None and found.process.pid not in known else [])
@@ -93,11 +96,13 @@ def start(settings: Settings, models: Sequence[str], timeout_s: float = 60.0) ->
         )
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if child.poll() is not None:
+        # Another `up` of this home may have been faster by a moment; then its process is the one.
+        if child.poll() is not None and not control_processes(settings):
             break
-        found = announced(settings)
-        if found is not None and found[0] == child.pid and _answers(found[1], settings):
-            return found[1]
+        found = running_control(settings)
+        ours = found is not None and (found.process.pid == child.pid or child.poll() is not None)
+        if found is not None and ours and _answers(found.url, settings):
+            return found.url
         time.sleep(POLL_S)
     ended = child.poll()
     if ended is None:
@@ -151,9 +156,9 @@ def require_free_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise Invalid(
-                f"can't listen at {host}:{port}: {error.strerror}", hint="choose another: tunerack up --port 7412"
-            ) from error
+            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            hint = f"choose another: tunerack up {'--port 7412' if taken else '--host 127.0.0.1'}"
+            raise Invalid(f"can't listen at {host}:{port}: {error.strerror}", hint=hint) from error
 
 
 def log_tail(path: Path) -> str:
