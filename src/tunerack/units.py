@@ -1,9 +1,11 @@
-"""Sizes, times and paths as people read and write them."""
+"""Sizes, times, numbers and paths as people read and write them."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import TypeGuard
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -34,3 +36,13 @@ def format_duration(seconds: float) -> str:
 def path_as_given(text: str | Path) -> Path:
     """A path with `~` as a shell reads it: left as it is where there is no such user."""
     return Path(os.path.expanduser(text))
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """A finite number that a float can hold; JSON and YAML also have whole numbers of any length."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -293,6 +293,27 @@ def test_text_streams_hold_back_half_characters(smollm2):
     assert "".join(parts) + stream.finish() == text
 
 
+def test_the_bytes_of_tokens_are_the_text(smollm2):
+    tokenizer = smollm2.tokenizer
+    text = "Größe: 3 × ½ 🚀🐱 日本語\tnaïve\n"
+    assert b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode(text)) == text.encode()
+    assert tokenizer.token_bytes(tokenizer.eos_token_id) == tokenizer.eos_token.encode()
+
+
+def test_tokens_of_single_bytes_are_those_bytes():
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers import decoders, models
+
+    from tunerack.engine.tokenizer import Tokenizer
+
+    vocab = {"<0xF0>": 0, "<0x9F>": 1, "▁cat": 2, "</s>": 3}
+    fast = FastTokenizer(models.WordLevel(vocab, unk_token="</s>"))
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(fast, {"eos_token": "</s>"}, None)
+    assert [tokenizer.token_bytes(token) for token in range(4)] == [b"\xf0", b"\x9f", b" cat", b"</s>"]
+
+
 def test_a_new_version_under_a_name_leaves_requests_in_flight_on_the_old(tiny, tiny_adapters, references):
     bank = AdapterBank(tiny.decoder.groups())
     bank.load("name", read_adapter(tiny_adapters["a0"], tiny.identity))
@@ -358,6 +379,9 @@ def edit_config(adapter: Path, target: Path, **changes) -> Path:
         ({"some_new_method": {"x": 1}}, "some_new_method"),
         ({"rank_pattern": {"(a+)+": 3}}, "repeats a group"),
         ({"peft_type": "IA3"}, "only LORA"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"lora_dropout": "x"}, "lora_dropout"),
+        ({"rank_pattern": {"q_proj": 10**400}}, "rank_pattern"),
     ],
 )
 def test_the_gate_refuses_what_would_not_be_applied(tiny, tiny_adapters, tmp_path, changes, reason):

@@ -111,6 +111,12 @@ def test_from_a_job_to_an_answer_of_its_adapter(shell: Shell, data: Path) -> Non
     assert "'team/first' does not exist" in err
 
 
+def test_bytes_that_are_no_text_are_one_error(shell: Shell) -> None:
+    assert shell.run("chat", MODEL, "caf\udce9")[:2] == (1, "")
+    code, _, err = shell.run("chat", MODEL, "hi", "--system", "caf\udce9")
+    assert (code, err.count("error: a text is not UTF-8")) == (1, 1)
+
+
 def test_what_the_server_refuses_is_told_once_and_its_files_are_removed(shell: Shell, data: Path) -> None:
     before = list((shell.home / "files").iterdir())
     code, out, err = shell.run("train", str(data), "--model", "smollm2-136m", "--yes")

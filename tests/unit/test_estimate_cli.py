@@ -120,6 +120,17 @@ def test_negative_rank(tmp_path: Path) -> None:
     assert problems(*QUICK, "--rank", "-4", home=tmp_path) == ["--rank: is -4; the least is 1"]
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "1" + "0" * 400])
+@pytest.mark.parametrize("flag", ["--dropout", "--rank", "--max-usd"])
+def test_numbers_that_are_none(tmp_path: Path, flag: str, value: str) -> None:
+    assert problems(*QUICK, flag, value, home=tmp_path) == [f"{flag}: {value!r} is not a number"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "cheap"])
+def test_prices_that_are_none(tmp_path: Path, value: str) -> None:
+    assert problems(*QUICK, "--price", f"a40={value}", home=tmp_path)[0].startswith(f"--price: 'a40={value}' is no")
+
+
 def test_mixture_of_experts_without_a_count(tmp_path: Path) -> None:
     config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 4, "vocab_size": 100, "num_experts_per_tok": 2}  # fmt: skip

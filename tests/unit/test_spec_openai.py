@@ -123,3 +123,11 @@ def test_all_problems_at_once() -> None:
 def test_bodies_that_are_no_object(body: Any) -> None:
     with pytest.raises(Invalid, match="JSON object"):
         job_from_body(body)
+
+
+@pytest.mark.parametrize("name", ["n_epochs", "batch_size", "learning_rate_multiplier"])
+@pytest.mark.parametrize("value", [10**400, float("nan"), True, "x"])
+def test_hyperparameters_that_are_no_numbers(name: str, value: object) -> None:
+    with pytest.raises(Invalid) as caught:
+        job_from_body({**LEAST, "hyperparameters": {name: value}})
+    assert caught.value.param == f"hyperparameters.{name}"

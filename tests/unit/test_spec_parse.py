@@ -120,6 +120,8 @@ def test_all_problems_at_once_with_dotted_places() -> None:
         ("learning_rate", 0),
         ("learning_rate", float("nan")),
         ("learning_rate", float("inf")),
+        ("learning_rate", 10**400),
+        ("max_steps", 10**400),
         ("adam_beta1", 1.0),
         ("min_kept", 1.01),
         ("seed", 2**31),

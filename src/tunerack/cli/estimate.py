@@ -11,7 +11,7 @@ import click
 from tunerack.cli.output import emit, json_option
 from tunerack.errors import Invalid, Problem
 from tunerack.settings import Settings
-from tunerack.units import path_as_given
+from tunerack.units import is_number, path_as_given
 
 if TYPE_CHECKING:
     from tunerack.catalog.shape import Shape
@@ -239,7 +239,7 @@ def own_prices(texts: tuple[str, ...], hardware: Any) -> dict[str, float]:
         name, _, value = text.partition("=")
         try:
             price = float(value)
-            if price < 0:
+            if price < 0 or not is_number(price):
                 raise ValueError
         except ValueError:
             problems.append(Problem(f"{text!r} is no price", "--price", "for example --price a40=0.37"))

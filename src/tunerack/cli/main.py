@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from tunerack.errors import Problem, TunerackError, Unavailable
+from tunerack.errors import Invalid, Problem, TunerackError, Unavailable
 from tunerack.settings import Settings
 
 # Name, and its line in --help: so that help needs none of the modules.
@@ -96,9 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The reader has gone; without this Python complains again when it flushes at exit.
         sys.stdout = None
         sys.exit(0)
-    except OSError as error:
-        told = Unavailable(error.strerror or str(error), where=str(error.filename) if error.filename else None)
+    except UnicodeError as error:
+        # Bytes of the terminal, of a file's name or of standard input that are no text.
+        told = Invalid(f"a text is not UTF-8: {error}", hint="write it in UTF-8")
         sys.stderr.write(error_text(told, as_json="--json" in arguments))
+        sys.exit(1)
+    except OSError as error:
+        lost = Unavailable(error.strerror or str(error), where=str(error.filename) if error.filename else None)
+        sys.stderr.write(error_text(lost, as_json="--json" in arguments))
         sys.exit(1)
 
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from tunerack.errors import Invalid
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """The alphabet of byte-level BPE: bytes that can be seen stand for themselves, the others for letters past 255."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class Tokenizer:
@@ -27,6 +37,8 @@ class Tokenizer:
         self.stop_token_ids = frozenset({eos, *config.get("stop_token_ids", ())})
         self.vocab_size = fast.get_vocab_size()
         self.adds_bos = self.bos_token_id is not None and fast.encode("a").ids[:1] == [self.bos_token_id]
+        self._added = frozenset(fast.get_added_tokens_decoder())
+        self._letters = _bytes_of_letters() if "ByteLevel" in repr(fast.decoder) else {}
         self._special = {
             i for i, token in fast.get_added_tokens_decoder().items() if token.special or i in self.stop_token_ids
         }
@@ -59,6 +71,17 @@ class Tokenizer:
         if skip_special:
             ids = [i for i in ids if i not in self._special]
         return str(self._fast.decode(ids, skip_special_tokens=False))
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for by itself: part of a character is bytes, though no text."""
+        word = self._fast.id_to_token(token)
+        if word is not None and token not in self._added:
+            single = _BYTE_TOKEN.fullmatch(word)
+            if single is not None and not self._letters:
+                return bytes.fromhex(single[1])
+            if self._letters and all(letter in self._letters for letter in word):
+                return bytes(self._letters[letter] for letter in word)
+        return self.decode([token]).encode()
 
     def is_special(self, token: int) -> bool:
         return token in self._special

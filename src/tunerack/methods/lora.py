@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from tunerack.errors import Invalid, Problem
 from tunerack.spec.job import LoraSpec
+from tunerack.units import is_number
 
 # A group that is itself repeated can take exponential time to match; patterns come from untrusted adapters.
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{?]")
@@ -199,9 +200,11 @@ class _Wrong(Protocol):
 def _check_values(config: Mapping[str, Any], wrong: _Wrong) -> None:
     if not _is_positive_int(config.get("r")):
         wrong("r", f"is {config.get('r')!r}; it must be a whole number above 0")
-    if not _is_number(config.get("lora_alpha", 8)):
+    if not is_number(config.get("lora_alpha", 8)):
         wrong("lora_alpha", f"is {config['lora_alpha']!r}; it must be a finite number")
-    for name, check in (("rank_pattern", _is_positive_int), ("alpha_pattern", _is_number)):
+    if not is_number(config.get("lora_dropout") or 0.0):
+        wrong("lora_dropout", f"is {config['lora_dropout']!r}; it must be a finite number")
+    for name, check in (("rank_pattern", _is_positive_int), ("alpha_pattern", is_number)):
         patterns = config.get(name) or {}
         if not isinstance(patterns, Mapping) or not all(check(value) for value in patterns.values()):
             wrong(name, "must map module patterns to numbers")
@@ -258,8 +261,4 @@ def _is_names(value: object) -> bool:
 
 
 def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int) and is_number(value) and value > 0

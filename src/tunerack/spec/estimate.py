@@ -8,6 +8,7 @@ from typing import Any, get_origin, get_type_hints
 
 from tunerack.errors import Invalid, Problem
 from tunerack.spec.parse import did_you_mean
+from tunerack.units import is_number
 
 # Words that a field may hold.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -123,7 +124,7 @@ def _value(name: str, kind: Any, value: Any) -> tuple[Any, str | None]:
             number = float(value)
         except ValueError:
             return None, f"{value!r} is not a number"
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    if not is_number(number):
         return None, f"{value!r} is not a number"
     if kind is int:
         if float(number) != int(number):

@@ -9,6 +9,7 @@ from tunerack.errors import Invalid, Problem
 from tunerack.spec.fields import Range, job_fields
 from tunerack.spec.job import AUTO, JobSpec
 from tunerack.spec.parse import did_you_mean, parse_job
+from tunerack.units import is_number
 
 # The learning rate that a multiplier of 1 stands for.
 BASE_LEARNING_RATE = 2e-4
@@ -117,7 +118,7 @@ def _put_group(group: Any, place: str, put: Any, found: list[Problem]) -> None:
         if value is None or value == AUTO:
             continue
         bounds = HYPERPARAMETERS[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not bounds.holds(value):
+        if not is_number(value) or not bounds.holds(value):
             found.append(Problem(f'{value!r} is not a number {bounds}, or "auto"', where))
         elif key == "learning_rate_multiplier":
             put("learning_rate", BASE_LEARNING_RATE * value, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -12,6 +11,7 @@ from tunerack.errors import Invalid, Problem
 from tunerack.spec.fields import LORA_ALIASES, Field, job_fields, lora_fields
 from tunerack.spec.job import AUTO, LINEAR_MODULES, JobSpec, LoraSpec
 from tunerack.spec.names import SUFFIX, name_problem
+from tunerack.units import is_number
 
 
 def job_from_json(mapping: Mapping[str, Any]) -> JobSpec:
@@ -102,7 +102,7 @@ def parse_value(field: Field, value: Any) -> tuple[Any, Problem | None]:
 
 
 def _number(value: Any, *, whole: bool) -> int | float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value):
         return None
     if not whole:
         return float(value)

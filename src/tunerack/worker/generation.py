@@ -19,6 +19,7 @@ from tunerack.data.template import chat_text
 from tunerack.engine.loop import Engine
 from tunerack.engine.serving.answer import GenerationRequest, Piece
 from tunerack.engine.serving.sampling import TokenLogprob
+from tunerack.engine.tokenizer import Tokenizer
 from tunerack.errors import Invalid
 from tunerack.worker.body import read_json
 from tunerack.worker.errors import error_body
@@ -261,9 +262,10 @@ def _chunk_choice(
 
 def _logprobs(call: Call, items: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Chat: one entry per token; completions: parallel lists."""
-    text = call.engine.base.tokenizer.decode
+    tokenizer = call.engine.base.tokenizer
+    text = tokenizer.decode
     if call.chat:
-        return {"content": [_chat_logprob(item, text) for item in items], "refusal": None}
+        return {"content": [_chat_logprob(item, tokenizer) for item in items], "refusal": None}
     tokens = [text([item.token]) for item in items]
     offsets = [sum(len(t) for t in tokens[:i]) for i in range(len(tokens))]
     return {
@@ -274,9 +276,9 @@ def _logprobs(call: Call, items: Sequence[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def _chat_logprob(item: TokenLogprob, text: Any) -> dict[str, Any]:
+def _chat_logprob(item: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        shown = text([token])
-        return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
+        shown = tokenizer.decode([token])
+        return {"token": shown, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token))}
 
     return {**entry(item.token, item.logprob), "top_logprobs": [entry(t, value) for t, value in item.top]}
