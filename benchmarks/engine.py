@@ -85,7 +85,7 @@ def job_spec(name: str, steps: int) -> JobSpec:
 
 
 def run_ours(base: BaseModel, names: tuple[str, ...], steps: int, folder: Path) -> tuple[int, float]:
-    """Real tokens and seconds of the steps after the warm-up, data preparation and checkpoints left out."""
+    """Real tokens and seconds of the steps after the warm-up; data preparation and checkpoints are left out."""
     trainer = Trainer(base, micro_batch_tokens=MICRO_BATCH_TOKENS)
     shutil.rmtree(folder, ignore_errors=True)
     trainer.submit(
@@ -94,18 +94,15 @@ def run_ours(base: BaseModel, names: tuple[str, ...], steps: int, folder: Path) 
             for name in names
         ]
     )
-    records = [trainer.records[name] for name in names]
-    started = tokens_before = None
     while trainer.has_work:
         trainer.advance()
-        done = min(record.step for record in records)
-        if done >= WARMUP_STEPS and started is None:
-            started, tokens_before = time.perf_counter(), sum(r.trained_tokens for r in records)
-        if done >= steps and started is not None:
-            break
-    assert started is not None
-    assert tokens_before is not None
-    return sum(r.trained_tokens for r in records) - tokens_before, time.perf_counter() - started
+    # Each step's event is written when its weights have been updated, so the time between two holds whole steps.
+    first, last = (
+        [next(e for e in trainer.records[name].history.events if e.data.get("step") == step) for name in names]
+        for step in (WARMUP_STEPS, steps)
+    )
+    tokens = sum(e.data["trained_tokens"] for e in last) - sum(e.data["trained_tokens"] for e in first)
+    return tokens, max(e.created_at for e in last) - max(e.created_at for e in first)
 
 
 def run_trl(folder: Path, dataset: Dataset, steps: int, *, packed: bool) -> tuple[int, float]:
