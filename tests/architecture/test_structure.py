@@ -44,14 +44,13 @@ def test_functions_fit_a_screen(path):
 
 
 def imports_of(path: Path, names: set[str]) -> set[str]:
-    """Modules of the package that are imported when this one is (imports inside functions don't count)."""
+    """Modules of the package that this one names in an import, also inside functions and for types only."""
     found = set()
-    for node in ast.parse(path.read_text()).body:
-        for inner in ast.walk(node) if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If) else ():
-            if isinstance(inner, ast.Import):
-                found |= {alias.name for alias in inner.names}
-            elif isinstance(inner, ast.ImportFrom) and inner.module:
-                found |= {f"{inner.module}.{alias.name}" for alias in inner.names} | {inner.module}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
     return found & names
 
 

