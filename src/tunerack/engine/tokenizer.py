@@ -83,9 +83,6 @@ class Tokenizer:
                 return bytes(self._letters[letter] for letter in word)
         return self.decode([token]).encode()
 
-    def is_special(self, token: int) -> bool:
-        return token in self._special
-
 
 class TextStream:
     """Text of a growing list of tokens, given out only as far as no later token can change it."""

@@ -7,7 +7,7 @@ place and nothing is padded to a larger rank.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -175,9 +175,3 @@ def _grown(tensor: Tensor, slots: int) -> Tensor:
     result = tensor.new_zeros(slots, *tensor.shape[1:])
     result[: len(tensor)] = tensor
     return result
-
-
-def adapter_bytes(weights: AdapterWeights) -> int:
-    """Bytes of the loaded form."""
-    tensors: Mapping[str, Tensor] = {**weights.a, **{f"{k}.b": v for k, v in weights.b.items()}}
-    return sum(t.numel() * t.element_size() for t in tensors.values())

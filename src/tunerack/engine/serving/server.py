@@ -65,13 +65,18 @@ class Server:
     def submit(self, request: GenerationRequest) -> list[Answer]:
         """Queue a request; raises NotFound when its adapter is not loaded."""
         with self._lock:
-            answers = []
+            answers: list[Answer] = []
             for choice in range(request.n):
                 adapter = None
                 if request.adapter is not None:
-                    if request.adapter not in self.bank:
-                        raise NotFound(f"{request.adapter!r} is not loaded", param="model", code="model_not_found")
-                    adapter = self.bank.acquire(request.adapter)
+                    try:
+                        adapter = self.bank.acquire(request.adapter)
+                    except KeyError:
+                        for earlier in answers:
+                            if earlier.adapter is not None:
+                                self.bank.release(earlier.adapter)
+                        message = f"{request.adapter!r} is not loaded"
+                        raise NotFound(message, param="model", code="model_not_found") from None
                 answers.append(Answer(request, choice, adapter, self.base.tokenizer))
             self._waiting.extend(answers)
             return answers
