@@ -60,6 +60,8 @@ class Trainer:
         self._membership_changed = False
         self._steps_since_checkpoint = 0
         self._work = self._run()
+        # Told to do each unit of work in place of `advance`; a profile watches that way.
+        self.observer: Callable[[Callable[[], None]], None] | None = None
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
@@ -108,7 +110,10 @@ class Trainer:
 
     def advance(self) -> None:
         """One unit of work: preparing one job, one pass, or one border."""
-        next(self._work)
+        if self.observer is None:
+            next(self._work)
+        else:
+            self.observer(lambda: next(self._work))
 
     def _run(self) -> Iterator[None]:
         while True:
