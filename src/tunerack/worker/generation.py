@@ -54,10 +54,17 @@ class Call:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def usage(self, tokens: Mapping[int, int]) -> dict[str, int]:
+    def usage(self, latest: Mapping[int, Piece]) -> dict[str, Any]:
+        """Counts so far, from the latest piece of each choice; a prompt counts once, however many answers it gets."""
         prompt = sum(len(p) for p in self.prompts)
-        completion = sum(tokens.values())
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        completion = sum(piece.tokens for piece in latest.values())
+        cached = sum(piece.cached for choice, piece in latest.items() if choice % self.fields.n == 0)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
 
 async def chat_completions(request: Request) -> Response:
@@ -147,7 +154,7 @@ async def _pieces(call: Call, request: Request) -> AsyncIterator[Piece]:
             offset = i * fields.n
 
             def emit(piece: Piece, offset: int = offset) -> None:
-                moved = piece if not offset else _with_choice(piece, piece.choice + offset)
+                moved = piece if not offset else replace(piece, choice=piece.choice + offset)
                 loop.call_soon_threadsafe(queue.put_nowait, moved)
 
             answers += engine.generate(
@@ -180,21 +187,17 @@ async def _pieces(call: Call, request: Request) -> AsyncIterator[Piece]:
         engine.server.cancel(answers)
 
 
-def _with_choice(piece: Piece, choice: int) -> Piece:
-    return Piece(choice, piece.text, piece.logprob, piece.tokens, piece.finish_reason, piece.error)
-
-
 async def _whole(call: Call, first: Piece, pieces: AsyncIterator[Piece]) -> Response:
     texts: dict[int, str] = {}
     logprobs: dict[int, list[TokenLogprob]] = {}
-    tokens: dict[int, int] = {}
+    latest: dict[int, Piece] = {}
     reasons: dict[int, str] = {}
     piece: Piece | None = first
     while piece is not None:
         if piece.error is not None:
             return JSONResponse(error_body(piece.error, status=500, code="generation_failed"), 500)
         texts[piece.choice] = texts.get(piece.choice, "") + piece.text
-        tokens[piece.choice] = piece.tokens
+        latest[piece.choice] = piece
         if piece.logprob is not None:
             logprobs.setdefault(piece.choice, []).append(piece.logprob)
         if piece.finish_reason is not None:
@@ -209,17 +212,17 @@ async def _whole(call: Call, first: Piece, pieces: AsyncIterator[Piece]) -> Resp
         else:
             choice["text"] = texts[i]
         choices.append(choice)
-    return JSONResponse({**call.envelope(choices, chunk=False), "usage": call.usage(tokens)})
+    return JSONResponse({**call.envelope(choices, chunk=False), "usage": call.usage(latest)})
 
 
 async def _stream(call: Call, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
-    tokens: dict[int, int] = {}
+    latest: dict[int, Piece] = {}
     fields = call.fields
 
     def event(choices: list[dict[str, Any]]) -> bytes:
         chunk = call.envelope(choices, chunk=True)
         if fields.continuous_usage:
-            chunk["usage"] = call.usage(tokens)
+            chunk["usage"] = call.usage(latest)
         elif fields.include_usage:
             chunk["usage"] = None
         return b"data: " + json.dumps(chunk).encode() + b"\n\n"
@@ -231,10 +234,10 @@ async def _stream(call: Call, first: Piece, pieces: AsyncIterator[Piece]) -> Asy
                 body = error_body(piece.error, status=500, code="generation_failed")
                 yield b"data: " + json.dumps(body).encode() + b"\n\n"
                 return
-            if piece.choice not in tokens and call.chat:
-                tokens[piece.choice] = 0
+            if piece.choice not in latest and call.chat:
+                latest[piece.choice] = replace(piece, tokens=0)
                 yield event([_chunk_choice(call, piece.choice, {"role": "assistant", "content": ""}, None, None)])
-            tokens[piece.choice] = piece.tokens
+            latest[piece.choice] = piece
             if piece.text or piece.logprob is not None or (fields.continuous_usage and piece.finish_reason is None):
                 shown = None if piece.logprob is None else _logprobs(call, [piece.logprob])
                 yield event([_chunk_choice(call, piece.choice, {"content": piece.text}, shown, None)])
@@ -244,7 +247,7 @@ async def _stream(call: Call, first: Piece, pieces: AsyncIterator[Piece]) -> Asy
         if fields.include_usage:
             yield (
                 b"data: "
-                + json.dumps({**call.envelope([], chunk=True), "usage": call.usage(tokens)}).encode()
+                + json.dumps({**call.envelope([], chunk=True), "usage": call.usage(latest)}).encode()
                 + b"\n\n"
             )
         yield DONE

@@ -18,7 +18,8 @@ FinishReason = Literal["stop", "length"]
 class Piece:
     """What one step adds to an answer. `text` may be empty while a character or a stop string is undecided.
 
-    tokens: generated tokens so far; error: why the answer ended without a finish reason
+    tokens: generated tokens so far; cached: prompt tokens that were not computed again; error: why the answer ended
+    without a finish reason
     """
 
     choice: int
@@ -27,6 +28,7 @@ class Piece:
     tokens: int
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class Answer:
         self.adapter = adapter
         self.tokens = list(request.prompt)
         self.cache: int | None = None
+        self.cached_tokens: int | None = None
+        # Cached keys and values are good for whoever has the same adapter, under whatever name.
+        self.identity = "" if adapter is None else adapter.weights.version
         self.generated: Counter[int] = Counter()
         self.cancelled = False
         self._text = TextStream(tokenizer)

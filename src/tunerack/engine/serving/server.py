@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class Server:
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
         self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
         self.generated_tokens = 0
         self.preemptions = 0
 
@@ -110,6 +111,9 @@ class Server:
             self._fail(answer, message)
 
     def _fail(self, answer: Answer, message: str) -> None:
+        if answer.cache is not None:
+            self.cache.discard(answer.cache)
+            answer.cache = None
         self._end(answer)
         answer.request.emit(Piece(answer.choice, "", None, answer.n_generated, error=message))
 
@@ -124,8 +128,9 @@ class Server:
         """First come, first served, as far as places and cache blocks reach."""
         while self._waiting and len(self._running) < self.limits.max_running:
             answer = self._waiting[0]
-            cache = self.cache.open()
-            if not self.cache.reserve(cache, len(answer.tokens) + 1):
+            cache = self.cache.open(answer.identity, answer.tokens)
+            found = self.cache.length(cache)
+            if not self.cache.reserve(cache, len(answer.tokens) + 1 - found):
                 self.cache.close(cache)
                 if not self._running:
                     self._reject(answer)
@@ -135,6 +140,10 @@ class Server:
                 self._waiting.popleft()
             answer.cache = cache
             self._running.append(answer)
+            if answer.cached_tokens is None:
+                answer.cached_tokens = found
+                self.prompt_tokens += len(answer.request.prompt)
+                self.cached_prompt_tokens += found
 
     def _reject(self, answer: Answer) -> None:
         self._fail(answer, f"{len(answer.tokens)} tokens do not fit into the key-value cache of this engine")
@@ -199,9 +208,7 @@ class Server:
         )
         for answer, n in [*prompts, *((a, 1) for a in decodes)]:
             assert answer.cache is not None
-            if self._computed(answer) < len(answer.request.prompt) and answer.n_generated == 0:
-                self.prompt_tokens += n
-            self.cache.advance(answer.cache, n)
+            self.cache.advance(answer.cache, n, answer.tokens)
         return self.base.decoder.logits(hidden[torch.tensor(last_rows, device=device, dtype=torch.int64)])
 
     def _choose(self, answer: Answer, logits: Tensor) -> None:
@@ -217,6 +224,7 @@ class Server:
         logprob = None if params.logprobs is None else token_logprob(logits, token, params.logprobs)
         self.generated_tokens += 1
         piece = answer.accept(token, logprob, self.base.max_model_len - len(answer.tokens) - 1)
+        piece = replace(piece, cached=answer.cached_tokens or 0)
         if piece.finish_reason is not None:
             self._end(answer)
         answer.request.emit(piece)
