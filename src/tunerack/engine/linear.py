@@ -23,6 +23,36 @@ class Projection:
     end: int
 
 
+class PackedWeight(Protocol):
+    """A frozen weight [out, in] held in fewer bits than `dtype`; `dense` unpacks it for one product."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def dense(self) -> Tensor: ...
+
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+
+Weight = Tensor | PackedWeight
+
+
+def dense(weight: Weight) -> Tensor:
+    """The weight [out, in] to multiply with; a packed one is unpacked anew, so that only one is dense at a time."""
+    return weight if isinstance(weight, Tensor) else weight.dense()
+
+
+def stored(weight: Weight) -> tuple[Tensor, ...]:
+    """The tensors that hold a weight in memory."""
+    return (weight,) if isinstance(weight, Tensor) else weight.tensors()
+
+
 class Route(Protocol):
     """Decides what is added to the base product of one group; x [tokens, in], result [tokens, out]."""
 
@@ -32,7 +62,7 @@ class Route(Protocol):
 class AdaptableLinear:
     """A frozen fused weight [out, in] with optional bias [out], for the projections of one group."""
 
-    def __init__(self, index: int, projections: Sequence[Projection], weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, index: int, projections: Sequence[Projection], weight: Weight, bias: Tensor | None) -> None:
         self.index = index
         self.projections = tuple(projections)
         self.weight = weight
@@ -50,7 +80,7 @@ class AdaptableLinear:
         return self.base(x) if route is None else route.apply(self, x)
 
     def base(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+        return torch.nn.functional.linear(x, dense(self.weight), self.bias)
 
 
 @dataclass(frozen=True)
@@ -89,9 +119,9 @@ class TrainedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, updates: tuple[Update, ...], *parameters: Tensor
+        ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, updates: tuple[Update, ...], *parameters: Tensor
     ) -> Tensor:
-        y = torch.nn.functional.linear(x, weight, bias)
+        y = torch.nn.functional.linear(x, dense(weight), bias)
         inner: list[Tensor] = []
         for update in updates:
             rows, a = x[update.begin : update.end], update.a.to(x.dtype)
@@ -106,14 +136,14 @@ class TrainedLinear(torch.autograd.Function):
                 target = y[update.begin : update.end, part.begin : part.end]
                 target.addmm_(h[:, part.rank_begin : part.rank_end], part.b.to(x.dtype).T, alpha=part.scale)
             inner.append(h)
-        ctx.updates = updates
-        ctx.save_for_backward(x, weight, *inner)
+        ctx.updates, ctx.weight = updates, weight
+        ctx.save_for_backward(x, *inner)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *inner = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        x, *inner = ctx.saved_tensors
+        grad_x = grad @ dense(ctx.weight) if ctx.needs_input_grad[0] else None
         parameter_grads: list[Tensor] = []
         for update, h in zip(ctx.updates, inner, strict=True):
             rows, rows_grad = x[update.begin : update.end], grad[update.begin : update.end]

@@ -23,6 +23,7 @@ from tunerack.catalog import models
 from tunerack.engine.base import BaseModel, load_base
 from tunerack.engine.decoder import Decoder
 from tunerack.engine.device import use_threads
+from tunerack.engine.linear import stored
 from tunerack.engine.sample_jobs import Setting, jobs_of
 from tunerack.engine.source import prepare_base
 from tunerack.engine.trace import step_peak
@@ -74,7 +75,7 @@ def resident_bytes(decoder: Decoder, jobs: Mapping[str, TrainingJob]) -> int:
         tensors += [layer.attention_norm, layer.mlp_norm]
         tensors += [tensor for tensor in (layer.q_norm, layer.k_norm) if tensor is not None]
     for group in decoder.groups():
-        tensors += [tensor for tensor in (group.weight, group.bias) if tensor is not None]
+        tensors += [*stored(group.weight), *(() if group.bias is None else (group.bias,))]
     for job in jobs.values():
         tensors += [job.parameters.values, job.parameters.gradients, *job.state_tensors().values()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

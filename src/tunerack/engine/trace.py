@@ -20,11 +20,12 @@ from tunerack.engine.attention import DocumentAttention
 from tunerack.engine.base import BaseModel
 from tunerack.engine.decoder import Decoder, Layer
 from tunerack.engine.kernels import TokenLoss
-from tunerack.engine.linear import AdaptableLinear
+from tunerack.engine.linear import AdaptableLinear, stored
 from tunerack.engine.sample_jobs import Setting, jobs_of
 from tunerack.engine.training.microbatch import LOSS_CHUNK_ROWS, pack
 from tunerack.engine.training.parameters import AdapterParameters
 from tunerack.engine.training.route import Segment, TrainingRoute
+from tunerack.errors import Invalid
 from tunerack.methods.lora import LoraConfig
 
 # What one kernel takes for itself, in copies of its input: log-sum-exp exponentiates into a buffer of its own.
@@ -128,6 +129,8 @@ def _fake_decoder(decoder: Decoder, fake: Callable[[Tensor], Tensor]) -> Decoder
         return None if tensor is None else fake(tensor)
 
     def linear(group: AdaptableLinear) -> AdaptableLinear:
+        if not isinstance(group.weight, Tensor):
+            raise Invalid("the operations of packed base weights are not traced", hint="trace the base in fp32")
         return AdaptableLinear(group.index, group.projections, fake(group.weight), optional(group.bias))
 
     layers = [
@@ -154,5 +157,5 @@ def _tensors(decoder: Decoder) -> list[Tensor]:
         found += [layer.attention_norm, layer.mlp_norm]
         found += [tensor for tensor in (layer.q_norm, layer.k_norm) if tensor is not None]
     for group in decoder.groups():
-        found += [tensor for tensor in (group.weight, group.bias) if tensor is not None]
+        found += [*stored(group.weight), *(() if group.bias is None else (group.bias,))]
     return found

@@ -6,10 +6,12 @@ place and nothing is padded to a larger rank.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tunerack.engine.adapter_file import AdapterWeights
@@ -165,8 +167,9 @@ class AdapterBank:
         groups = {}
         for index, parts in layout:
             weight = self._groups[index].weight
-            a = weight.new_zeros(0, parts[-1].rank_end, weight.shape[1])
-            b = [weight.new_zeros(0, p.rank_end - p.rank_begin, p.end - p.begin) for p in parts]
+            zeros = functools.partial(torch.zeros, dtype=weight.dtype, device=weight.device)
+            a = zeros(0, parts[-1].rank_end, weight.shape[1])
+            b = [zeros(0, p.rank_end - p.rank_begin, p.end - p.begin) for p in parts]
             groups[index] = GroupStack(parts, a, b)
         return Stack(groups)
 
