@@ -23,7 +23,10 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Run:
-    """A row. allocated_bytes, device_bytes: measured, per GPU; step_s: of a micro-batch, None where not measured."""
+    """A row. allocated_bytes, device_bytes: measured, per GPU; step_s: of a micro-batch, None where not measured.
+
+    device_is_reserved: device_bytes is what torch's allocator reserved, the CUDA context not counted
+    """
 
     row: dict[str, str]
     shape: Shape
@@ -34,7 +37,7 @@ class Run:
     tokens: float
     allocated_bytes: float | None
     device_bytes: float | None
-    device_is_nvidia_smi: bool
+    device_is_reserved: bool
     out_of_memory: bool
     capacity_bytes: float
     step_s: float | None
@@ -81,11 +84,11 @@ def _run(row: dict[str, str], catalogue: models.Catalogue, hardware: gpus.Hardwa
     accumulation = int(float(row["grad_accum"] or 1))
     lengths = _lengths(row)
     tokens = lengths.padded_tokens(recipe.micro_batch) if lengths else float(recipe.tokens)
-    allocated, device, smi = _memory(row, recipe.parallel.devices)
+    allocated, device, reserved = _memory(row)
     failed = "oom" in row["outcome"].lower()
     capacity = gpu.usable_bytes
     return Run(
-        row, shape, recipe, gpu, known, accumulation, tokens, allocated, device, smi, failed, capacity,
+        row, shape, recipe, gpu, known, accumulation, tokens, allocated, device, reserved, failed, capacity,
         _micro_batch_s(row, recipe, tokens, accumulation),
     )  # fmt: skip
 
@@ -241,12 +244,12 @@ def _lengths(row: dict[str, str]) -> Lengths | None:
     return paper.load().lengths(found[1]).cut(1024) if found else None
 
 
-def _memory(row: dict[str, str], devices: int) -> tuple[float | None, float | None, bool]:
-    """Allocated and device-level bytes per GPU."""
+def _memory(row: dict[str, str]) -> tuple[float | None, float | None, bool]:
+    """Allocated and device-level bytes per GPU, and whether the latter are those that torch reserved."""
     allocated = device = None
-    smi = False
+    reserved = False
     if found := re.search(r"nvidia-smi reserved (?:\(.*?\) )?([\d.]+) MiB", row["notes"]):
-        device, smi = float(found[1]) * 2**20, True
+        device = float(found[1]) * 2**20
     if row["peak_mem_gib_per_gpu_derived"] and "OOM" not in row["outcome"]:
         value = float(row["peak_mem_gib_per_gpu_derived"]) * GIB
         metric = row["peak_mem_metric"].lower()
@@ -255,8 +258,13 @@ def _memory(row: dict[str, str], devices: int) -> tuple[float | None, float | No
         if "allocated" in metric:
             allocated = value
         else:
-            device, smi = value, "smi" in metric
-    return allocated, device, smi
+            device, reserved = value, "smi" not in metric and ("reserved" in metric or _prints_reserved(row))
+    return allocated, device, reserved
+
+
+def _prints_reserved(row: dict[str, str]) -> bool:
+    """ms-swift prints torch.cuda.max_memory_reserved (Seq2SeqTrainer.train in swift/trainers of its 1.x releases)."""
+    return row["framework"] == "ms-swift"
 
 
 def _micro_batch_s(row: dict[str, str], recipe: Recipe, tokens: float, accumulation: int) -> float | None:

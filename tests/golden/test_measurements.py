@@ -31,12 +31,12 @@ def test_tensors_of_the_stack_that_tuned_the_constants(figures: dict[str, Any]) 
     assert allocated["p90"] <= 0.12
 
 
-@pytest.mark.parametrize(("source", "p90"), [("Qwen README", 0.30), ("ms-swift", 0.31)])
-def test_device_level_of_stacks_that_tuned_nothing(figures: dict[str, Any], source: str, p90: float) -> None:
+@pytest.mark.parametrize("source", ["Qwen README", "ms-swift"])
+def test_device_level_of_stacks_that_tuned_nothing(figures: dict[str, Any], source: str) -> None:
     device = figures["by_source"][source]["device"]
     assert device["n"] > 70
     assert device["median"] <= 0.12
-    assert device["p90"] <= p90
+    assert device["p90"] <= 0.30
 
 
 def test_false_fits_are_at_most_two_per_cent(figures: dict[str, Any]) -> None:
@@ -57,5 +57,8 @@ def test_time_calibrated_on_two_points(figures: dict[str, Any]) -> None:
     by_model = figures["by_source"]["paper 2408.04693"]["time_two_point_mape_by_model"]
     assert by_model["BlackMamba-630M/2.8B"] <= 0.08
     assert by_model["Mixtral-8x7B"] <= 0.05
+    # Two of its series break off; no two points of each, chosen after the fact, would bring it to 3 %.
+    floor = figures["by_source"]["paper 2408.04693"]["time_two_point_floor_by_model"]
+    assert 0.03 < floor["Mixtral-8x7B"] < by_model["Mixtral-8x7B"]
     peers = figures["peers"]
     assert peers["ours_two_point_same_rows"]["mape"] < peers["paper_log_form_two_point"]["mape"]

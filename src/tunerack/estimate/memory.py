@@ -50,7 +50,8 @@ class Memory:
     """terms: bytes alive at `moment`, the peak, by name; moments: allocated bytes of each moment.
 
     allocated_bytes: tensors at the peak; device_bytes: expected at device level when there is room;
-    required_bytes: least that the device must offer for the run not to end out of memory
+    required_bytes: least that the device must offer for the run not to end out of memory;
+    context_bytes: of the device-level figure, what lies outside torch's allocator
     """
 
     terms: dict[str, float]
@@ -59,6 +60,7 @@ class Memory:
     allocated_bytes: float
     device_bytes: float
     required_bytes: float
+    context_bytes: float = CONTEXT_BYTES
 
     def on(self, capacity_bytes: float) -> float:
         """Expected device-level use on a card of that size: cached blocks are given back before the card is full."""
@@ -112,6 +114,7 @@ def estimate(shape: Shape, recipe: Recipe) -> Memory:
         totals[moment],
         device + context,
         totals[moment] * (1 + UNAVOIDABLE) + context,
+        context,
     )
 
 
