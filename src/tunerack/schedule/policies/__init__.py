@@ -1,0 +1,1 @@
+"""The policies; each file has `make()`."""

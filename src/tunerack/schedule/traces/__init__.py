@@ -1,0 +1,1 @@
+"""Job traces as others publish them, read into one form."""
