@@ -11,6 +11,7 @@ from tunerack.engine.architecture import Architecture
 from tunerack.engine.attention import Attention
 from tunerack.engine.kernels import RmsNorm, Rotate, SwiGlu, rope_tables
 from tunerack.engine.linear import AdaptableLinear, Route
+from tunerack.engine.products import product
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> fp32 [n, vocab]."""
-        return torch.nn.functional.linear(hidden, self.head).float()
+        return product(hidden, self.head).float()
 
     def groups(self) -> list[AdaptableLinear]:
         """Every adaptable group, in the order of computation."""

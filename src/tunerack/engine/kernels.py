@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tunerack.engine.architecture import Rope
+from tunerack.engine.products import product
 
 
 class RmsNorm(torch.autograd.Function):
@@ -105,16 +106,15 @@ class TokenLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         grad = torch.empty_like(hidden)
+        minus_one = torch.full((chunk, 1), -1.0, device=hidden.device)
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
-            logits = (hidden[rows] @ head.T).float()
-            log_total = logits.logsumexp(-1, keepdim=True)
-            chosen = logits.gather(1, targets[rows, None])
-            losses[rows] = (log_total - chosen)[:, 0]
-            probabilities = logits.sub_(log_total).exp_()
-            probabilities.scatter_add_(1, targets[rows, None], torch.full_like(chosen, -1.0))
-            probabilities.mul_(weights[rows, None])
-            torch.mm(probabilities.to(head.dtype), head, out=grad[rows])
+            # One fused pass over the logits; in place, it would need the sum before the subtraction.
+            log_probabilities = torch.log_softmax(product(hidden[rows], head).float(), -1)
+            losses[rows] = -log_probabilities.gather(1, targets[rows, None])[:, 0]
+            probabilities = log_probabilities.exp_()
+            probabilities.scatter_add_(1, targets[rows, None], minus_one[: len(probabilities)])
+            torch.mul(product(probabilities.to(head.dtype), head.T), weights[rows, None], out=grad[rows])
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tunerack.engine.products import product
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -80,7 +82,11 @@ class AdaptableLinear:
         return self.base(x) if route is None else route.apply(self, x)
 
     def base(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, dense(self.weight), self.bias)
+        """The frozen product alone; differentiable in x."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            result: Tensor = TrainedLinear.apply(x, self.weight, self.bias, ())
+            return result
+        return product(x, dense(self.weight), self.bias)
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,11 @@ class UpdatePart:
     b: Tensor
 
 
+# Up to this many projections in a group, the gradients of all its B are computed as one product, off-diagonal blocks
+# included: twice the operations of two parts cost less than reading the gradient in strides.
+WHOLE_PRODUCT_PARTS = 2
+
+
 class TrainedLinear(torch.autograd.Function):
     """Forward and backward of a group with one update per range of rows.
 
@@ -121,43 +132,56 @@ class TrainedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, updates: tuple[Update, ...], *parameters: Tensor
     ) -> Tensor:
-        y = torch.nn.functional.linear(x, dense(weight), bias)
+        y = product(x, dense(weight), bias)
         inner: list[Tensor] = []
         for update in updates:
             rows, a = x[update.begin : update.end], update.a.to(x.dtype)
             if update.masks is None:
-                h = rows @ a.T
+                h = product(rows, a)
             else:
                 h = torch.empty(len(rows), len(a), dtype=x.dtype, device=x.device)
                 for part, mask in zip(update.parts, update.masks, strict=True):
                     ranks = slice(part.rank_begin, part.rank_end)
-                    torch.mm(rows * mask, a[ranks].T, out=h[:, ranks])
+                    h[:, ranks] = product(rows * mask, a[ranks])
             for part in update.parts:
                 target = y[update.begin : update.end, part.begin : part.end]
                 target.addmm_(h[:, part.rank_begin : part.rank_end], part.b.to(x.dtype).T, alpha=part.scale)
             inner.append(h)
         ctx.updates, ctx.weight = updates, weight
-        ctx.save_for_backward(x, *inner)
+        ctx.save_for_backward(x if updates else None, *inner)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *inner = ctx.saved_tensors
-        grad_x = grad @ dense(ctx.weight) if ctx.needs_input_grad[0] else None
+        grad_x = product(grad, dense(ctx.weight).T) if ctx.needs_input_grad[0] else None
         parameter_grads: list[Tensor] = []
         for update, h in zip(ctx.updates, inner, strict=True):
             rows, rows_grad = x[update.begin : update.end], grad[update.begin : update.end]
             grad_h = torch.empty_like(h)
-            b_grads = []
             for part in update.parts:
-                out_grad = rows_grad[:, part.begin : part.end]
                 ranks = slice(part.rank_begin, part.rank_end)
-                torch.mm(out_grad, part.b.to(x.dtype), out=grad_h[:, ranks]).mul_(part.scale)
-                b_grads.append(torch.mm(out_grad.T, h[:, ranks]).mul_(part.scale).to(part.b.dtype))
+                through_b = product(rows_grad[:, part.begin : part.end], part.b.to(x.dtype).T)
+                torch.mul(through_b, part.scale, out=grad_h[:, ranks])
             target = None if grad_x is None else grad_x[update.begin : update.end]
-            parameter_grads += [_through_a(update, rows, grad_h, target), *b_grads]
+            parameter_grads += [_through_a(update, rows, grad_h, target), *_gradients_of_b(update, rows_grad, h)]
         ctx.updates = None
         return grad_x, None, None, None, *parameter_grads
+
+
+def _gradients_of_b(update: Update, rows_grad: Tensor, h: Tensor) -> list[Tensor]:
+    """s · dyᵀ·h of each part. Few parts are blocks of one product over all columns, which reads dy in one piece."""
+    grads = []
+    if len(update.parts) <= WHOLE_PRODUCT_PARTS:
+        whole = product(h.T.contiguous(), rows_grad.T)
+        for part in update.parts:
+            block = whole[part.rank_begin : part.rank_end, part.begin : part.end]
+            grads.append(block.T.mul(part.scale).to(part.b.dtype))
+        return grads
+    for part in update.parts:
+        grad = torch.mm(rows_grad[:, part.begin : part.end].T, h[:, part.rank_begin : part.rank_end])
+        grads.append(grad.mul_(part.scale).to(part.b.dtype))
+    return grads
 
 
 def _through_a(update: Update, rows: Tensor, grad_h: Tensor, grad_rows: Tensor | None) -> Tensor:
@@ -166,11 +190,11 @@ def _through_a(update: Update, rows: Tensor, grad_h: Tensor, grad_rows: Tensor |
     if update.masks is None:
         if grad_rows is not None:
             grad_rows.addmm_(grad_h, a)
-        return (grad_h.T @ rows).to(update.a.dtype)
+        return product(grad_h.T.contiguous(), rows.T).to(update.a.dtype)
     grad_a = torch.empty_like(a)
     for part, mask in zip(update.parts, update.masks, strict=True):
         ranks = slice(part.rank_begin, part.rank_end)
-        torch.mm(grad_h[:, ranks].T, rows * mask, out=grad_a[ranks])
+        grad_a[ranks] = product(grad_h[:, ranks].T.contiguous(), (rows * mask).T)
         if grad_rows is not None:
-            grad_rows.addcmul_(grad_h[:, ranks] @ a[ranks], mask)
+            grad_rows.addcmul_(product(grad_h[:, ranks], a[ranks].T), mask)
     return grad_a.to(update.a.dtype)
