@@ -1,8 +1,8 @@
 """Matrix products with frozen weights, by the library that computes them fastest on this processor.
 
-torch computes fp32 products on the CPU with MKL, which takes its AVX2 kernels on processors that are not Intel's; oneDNN,
-which is in the same torch, takes AVX-512 ones there and is about twice as fast (docs/explain/training-speed.md). The
-choice depends on the processor alone, so that a resumed run computes the same bits.
+torch computes fp32 products on the CPU with MKL, which takes its AVX2 kernels on processors that are not Intel's.
+oneDNN, which is in the same torch, takes AVX-512 ones there and is about twice as fast. The choice depends on the
+processor alone, so that a resumed run computes the same bits.
 """
 
 from __future__ import annotations
