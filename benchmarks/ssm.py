@@ -72,7 +72,7 @@ def main() -> None:
     documents = Documents([options.tokens], x.device)
     difference = (ours(0, x, documents, None) - theirs(x[None])[0]).detach().abs().max().item()
     result = {
-        "machine": f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}",
+        "machine": f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}",
         "tokens": options.tokens,
         "hidden": options.hidden,
         "largest_difference": difference,

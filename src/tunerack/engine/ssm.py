@@ -69,8 +69,8 @@ class MambaMixer:
 class CausalConv(torch.autograd.Function):
     """silu(Σ over lags of taps[lag] ∘ x[t - lag] + bias), where a document sees nothing of the one before it.
 
-    x [tokens, channels]; taps [lags, channels] and bias [channels] are frozen; earlier: [documents, lags - 1, channels],
-    the inputs before each document's first token, oldest first; None means zeros.
+    x [tokens, channels]; taps [lags, channels] and bias [channels] are frozen; earlier: [documents, lags - 1,
+    channels], the inputs before each document's first token, oldest first; None means zeros.
     """
 
     @staticmethod
