@@ -24,11 +24,15 @@ from tunerack.methods.identity import (
     read_index,
 )
 from tunerack.methods.lora import LoraConfig, ModuleLora, read_peft_config
+from tunerack.methods.stacked import stored_module, with_parameters
 
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """An adapter that passed the gate: per full module name its rank and scale, A [rank, in] and B [out, rank]."""
+    """An adapter that passed the gate: per full module name its rank and scale, A [rank, in] and B [out, rank].
+
+    Of experts, A is [experts · rank, in] and B [out, rank · experts].
+    """
 
     version: str
     config: LoraConfig
@@ -48,7 +52,7 @@ def tensor_name(module: str, side: str) -> str:
 
 def read_adapter(directory: Path, base: BaseIdentity, dtype: torch.dtype = torch.float32) -> AdapterWeights:
     """Load an adapter folder; raises Invalid with every reason why it would not be applied in full."""
-    config = read_peft_config(read_config(directory))
+    config = with_parameters(read_peft_config(read_config(directory)), base.modules)
     index = read_index(directory)
     modules = check_adapter(config, index, base)
     tensors: dict[str, Tensor] = {}
@@ -68,8 +72,8 @@ def read_adapter(directory: Path, base: BaseIdentity, dtype: torch.dtype = torch
         version=adapter_version(directory),
         config=config,
         modules=modules,
-        a={module: tensors[f"{module}.lora_A.weight"] for module in modules},
-        b={module: tensors[f"{module}.lora_B.weight"] for module in modules},
+        a={module: tensors[f"{stored_module(module, config)}.lora_A.weight"] for module in modules},
+        b={module: tensors[f"{stored_module(module, config)}.lora_B.weight"] for module in modules},
     )
 
 

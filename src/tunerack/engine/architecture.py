@@ -9,7 +9,14 @@ from typing import Any
 from tunerack.errors import Invalid, Problem
 
 # model_type -> (bias on q, k and v; RMS norm on each head of q and k)
-_FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+_FAMILIES = {
+    "llama": (False, False),
+    "mistral": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+    "mixtral": (False, False),
+    "qwen3_moe": (False, True),
+}
 _ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -26,8 +33,23 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class ExpertsShape:
+    """Layers whose feed-forward is `n_experts` networks of `intermediate_size`, of which a token uses `top_k`.
+
+    renormalise: the chosen weights are divided by their sum
+    balance_coefficient: of the load-balancing loss, from the model's configuration
+    """
+
+    n_experts: int
+    top_k: int
+    intermediate_size: int
+    renormalise: bool
+    balance_coefficient: float
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """A pre-norm decoder with grouped-query attention and a SwiGLU MLP. Sizes are in elements."""
+    """A pre-norm decoder with grouped-query attention and a SwiGLU MLP, or experts. Sizes are in elements."""
 
     model_type: str
     hidden_size: int
@@ -45,6 +67,7 @@ class Architecture:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertsShape | None = None
 
     @property
     def q_size(self) -> int:
@@ -86,6 +109,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         max_positions = min(max_positions, int(window))
     bias = bool(config.get("attention_bias", False))
     rope = _read_rope(config, problems)
+    experts = _read_experts(config, problems)
     if problems:
         raise Invalid(problems, code="unsupported_model")
     return Architecture(
@@ -105,6 +129,39 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         output_bias=bias and model_type != "qwen2",
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=qk_norm,
+        experts=experts,
+    )
+
+
+def _read_experts(config: Mapping[str, Any], problems: list[Problem]) -> ExpertsShape | None:
+    model_type = config["model_type"]
+    if model_type not in ("mixtral", "qwen3_moe"):
+        return None
+    mixtral = model_type == "mixtral"
+    count = "num_experts" if "num_experts" in config else "num_local_experts"
+    size = "intermediate_size" if mixtral else "moe_intermediate_size"
+    for name in (count, "num_experts_per_tok", size):
+        if not isinstance(config.get(name), int) or config[name] <= 0:
+            problems.append(Problem(f"is {config.get(name)!r}, not a whole number above 0", f"config.json: {name}"))
+    if problems:
+        return None
+    if config["num_experts_per_tok"] > config[count]:
+        message = f"{config['num_experts_per_tok']} of {config[count]} experts can't be chosen"
+        problems.append(Problem(message, "config.json: num_experts_per_tok"))
+    if config.get("router_jitter_noise"):
+        problems.append(
+            Problem("noise at the router is not supported", "config.json: router_jitter_noise", "set it to 0")
+        )
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        problems.append(
+            Problem("layers without experts among those with are not supported", "config.json: mlp_only_layers")
+        )
+    return ExpertsShape(
+        n_experts=config[count],
+        top_k=config["num_experts_per_tok"],
+        intermediate_size=config[size],
+        renormalise=mixtral or bool(config.get("norm_topk_prob", False)),
+        balance_coefficient=float(config.get("router_aux_loss_coef", 0.001)),
     )
 
 

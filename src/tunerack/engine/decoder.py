@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from tunerack.engine.architecture import Architecture
 from tunerack.engine.attention import Attention
-from tunerack.engine.kernels import RmsNorm, Rotate, SwiGlu, rope_tables
-from tunerack.engine.linear import AdaptableLinear, Route
+from tunerack.engine.blocks import Layer, Pass
+from tunerack.engine.experts import ExpertRoute
+from tunerack.engine.kernels import RmsNorm, rope_tables
+from tunerack.engine.linear import AdaptableLinear
 from tunerack.engine.products import product
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Frozen weights of one decoder layer; q_norm and k_norm [head_dim] where the family has them."""
-
-    attention_norm: Tensor
-    qkv: AdaptableLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: AdaptableLinear
-    mlp_norm: Tensor
-    gate_up: AdaptableLinear
-    down: AdaptableLinear
+from tunerack.engine.routing import Routing
 
 
 class Decoder:
@@ -50,23 +37,23 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, route: Route | None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        route: ExpertRoute | None,
+        routing: Routing | None = None,
+    ) -> Tensor:
         """Final hidden states [tokens, hidden] after the last norm; tokens and positions [tokens] int64."""
-        a = self.architecture
+        eps = self.architecture.rms_norm_eps
         cos, sin = self._rotation(positions)
+        given = Pass(attention, cos, sin, route, routing)
         h = torch.nn.functional.embedding(tokens, self.embedding)
-        for i, layer in enumerate(self.layers):
-            x = RmsNorm.apply(h, layer.attention_norm, a.rms_norm_eps)
-            q, k, v = layer.qkv(x, route).split((a.q_size, a.kv_size, a.kv_size), -1)
-            q, k = q.view(-1, a.n_heads, a.head_dim), k.view(-1, a.n_kv_heads, a.head_dim)
-            if layer.q_norm is not None:
-                q = RmsNorm.apply(q, layer.q_norm, a.rms_norm_eps)
-                k = RmsNorm.apply(k, layer.k_norm, a.rms_norm_eps)
-            q, k = Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
-            h = h + layer.output(attention(i, q, k, v.view(-1, a.n_kv_heads, a.head_dim)), route)
-            x = RmsNorm.apply(h, layer.mlp_norm, a.rms_norm_eps)
-            h = h + layer.down(SwiGlu.apply(layer.gate_up(x, route)), route)
-        return RmsNorm.apply(h, self.norm, a.rms_norm_eps)
+        for layer in self.layers:
+            h = h + layer.mixer(RmsNorm.apply(h, layer.mixer_norm, eps), given)
+            h = h + layer.feed_forward(RmsNorm.apply(h, layer.feed_forward_norm, eps), given)
+        return RmsNorm.apply(h, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> fp32 [n, vocab]."""
@@ -74,7 +61,7 @@ class Decoder:
 
     def groups(self) -> list[AdaptableLinear]:
         """Every adaptable group, in the order of computation."""
-        return [group for layer in self.layers for group in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return [group for layer in self.layers for group in layer.groups()]
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         needed = int(positions.max()) + 1

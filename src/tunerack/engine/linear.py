@@ -64,6 +64,8 @@ class Route(Protocol):
 class AdaptableLinear:
     """A frozen fused weight [out, in] with optional bias [out], for the projections of one group."""
 
+    n_experts = 1
+
     def __init__(self, index: int, projections: Sequence[Projection], weight: Weight, bias: Tensor | None) -> None:
         self.index = index
         self.projections = tuple(projections)

@@ -72,8 +72,7 @@ def resident_bytes(decoder: Decoder, jobs: Mapping[str, TrainingJob]) -> int:
     """Weights of the base, and values, gradients and moments of the adapters."""
     tensors = [decoder.embedding, decoder.norm, decoder.head]
     for layer in decoder.layers:
-        tensors += [layer.attention_norm, layer.mlp_norm]
-        tensors += [tensor for tensor in (layer.q_norm, layer.k_norm) if tensor is not None]
+        tensors += layer.vectors()
     for group in decoder.groups():
         tensors += [*stored(group.weight), *(() if group.bias is None else (group.bias,))]
     for job in jobs.values():

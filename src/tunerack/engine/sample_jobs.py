@@ -11,7 +11,6 @@ from tunerack.data.dataset import Dataset, Example, Report
 from tunerack.engine.base import BaseModel
 from tunerack.engine.training.job import TrainingJob
 from tunerack.engine.training.parameters import AdapterParameters
-from tunerack.methods.lora import LoraConfig
 from tunerack.spec.job import JobSpec, LoraSpec
 
 # Every which token of a made-up row carries loss.
@@ -54,7 +53,7 @@ def jobs_of(base: BaseModel, setting: Setting) -> dict[str, TrainingJob]:
     weights = tuple(float(position > 0 and position % TRAINED_SHARE == 0) for position in range(setting.seq_len))
     examples = tuple(Example(line, ids, weights) for line in range(1, setting.rows + 1))
     dataset = Dataset(examples, Report(setting.rows, setting.rows, (), ()))
-    config = LoraConfig.from_spec(setting.lora, base_model=base.name)
+    config = base.lora(setting.lora)
     found = {}
     for seed in range(setting.adapters):
         spec = JobSpec(

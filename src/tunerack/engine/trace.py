@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from tunerack.engine.attention import DocumentAttention
 from tunerack.engine.base import BaseModel
-from tunerack.engine.decoder import Decoder, Layer
+from tunerack.engine.decoder import Decoder
+from tunerack.engine.experts import StackedLinear
 from tunerack.engine.kernels import TokenLoss
 from tunerack.engine.linear import AdaptableLinear, stored
 from tunerack.engine.sample_jobs import Setting, jobs_of
@@ -26,7 +28,6 @@ from tunerack.engine.training.microbatch import LOSS_CHUNK_ROWS, pack
 from tunerack.engine.training.parameters import AdapterParameters
 from tunerack.engine.training.route import Segment, TrainingRoute
 from tunerack.errors import Invalid
-from tunerack.methods.lora import LoraConfig
 
 # What one kernel takes for itself, in copies of its input: log-sum-exp exponentiates into a buffer of its own.
 WORKSPACE = {"aten::logsumexp": 1.0}
@@ -84,7 +85,7 @@ def step_peak(base: BaseModel, setting: Setting, micro_batch_tokens: int) -> int
     """Peak bytes of tensors in one optimizer step of `setting`, weights, adapters and moments included."""
     documents = {name: job.documents() for name, job in jobs_of(base, setting).items()}
     batches = pack(documents, micro_batch_tokens)
-    config = LoraConfig.from_spec(setting.lora, base_model=base.name)
+    config = base.lora(setting.lora)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, Tally() as tally:
         decoder = _fake_decoder(base.decoder, fake.from_tensor)
         adapters = {name: AdapterParameters(config, decoder.groups(), seed=0) for name in documents}
@@ -125,37 +126,36 @@ class _TracedDecoder(Decoder):
 
 
 def _fake_decoder(decoder: Decoder, fake: Callable[[Tensor], Tensor]) -> Decoder:
-    def optional(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else fake(tensor)
-
-    def linear(group: AdaptableLinear) -> AdaptableLinear:
-        if not isinstance(group.weight, Tensor):
-            raise Invalid("the operations of packed base weights are not traced", hint="trace the base in fp32")
-        return AdaptableLinear(group.index, group.projections, fake(group.weight), optional(group.bias))
-
-    layers = [
-        Layer(
-            fake(layer.attention_norm),
-            linear(layer.qkv),
-            optional(layer.q_norm),
-            optional(layer.k_norm),
-            linear(layer.output),
-            fake(layer.mlp_norm),
-            linear(layer.gate_up),
-            linear(layer.down),
-        )
-        for layer in decoder.layers
-    ]
+    layers = [_faked(layer, fake) for layer in decoder.layers]
     embedding = fake(decoder.embedding)
     head = embedding if decoder.head is decoder.embedding else fake(decoder.head)
     return _TracedDecoder(decoder.architecture, embedding, layers, fake(decoder.norm), head)
 
 
+def _faked(value: Any, fake: Callable[[Tensor], Tensor]) -> Any:
+    """The same block on fake tensors; blocks are dataclasses of tensors, groups and blocks."""
+    if isinstance(value, Tensor):
+        return fake(value)
+    if isinstance(value, StackedLinear):
+        raise Invalid(
+            "which rows an expert computes depends on the values; fake tensors have none",
+            where="--trace",
+            hint="leave --trace out, or measure real steps",
+        )
+    if isinstance(value, AdaptableLinear):
+        if not isinstance(value.weight, Tensor):
+            raise Invalid("the operations of packed base weights are not traced", hint="trace the base in fp32")
+        bias = None if value.bias is None else fake(value.bias)
+        return AdaptableLinear(value.index, value.projections, fake(value.weight), bias)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _faked(getattr(value, field.name), fake) for field in fields(value)})
+    return value
+
+
 def _tensors(decoder: Decoder) -> list[Tensor]:
     found = [decoder.embedding, decoder.norm, decoder.head]
     for layer in decoder.layers:
-        found += [layer.attention_norm, layer.mlp_norm]
-        found += [tensor for tensor in (layer.q_norm, layer.k_norm) if tensor is not None]
+        found += layer.vectors()
     for group in decoder.groups():
         found += [*stored(group.weight), *(() if group.bias is None else (group.bias,))]
     return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tunerack.errors import Invalid, Problem
 from tunerack.methods.identity import BASE_FINGERPRINT_KEY, CONFIG_FILE, WEIGHTS_FILE, TensorIndex
-from tunerack.methods.lora import LoraConfig, ModuleLora
+from tunerack.methods.lora import LoraConfig, ModuleLora, is_parameter
+from tunerack.methods.stacked import stored_module, with_parameters
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"^(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
@@ -17,26 +18,44 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """What an adapter must agree with: names that mean this base, its fingerprint, its linear layers [in, out]."""
+    """What an adapter must agree with: names that mean this base, its fingerprint, its linear layers [in, out].
+
+    experts: of the layers that are stacked, how many experts
+    """
 
     name: str
     names: frozenset[str]
     fingerprint: str
     modules: Mapping[str, tuple[int, int]]
+    experts: Mapping[str, int] = field(default_factory=dict)
+
+    def parameters(self, selected: Mapping[str, ModuleLora]) -> int:
+        """Numbers in an adapter of these layers."""
+        return sum(
+            lora.rank * sum(self.modules[module]) * self.experts.get(module, 1) for module, lora in selected.items()
+        )
+
+    def shape(self, module: str, rank: int, side: str) -> tuple[int, int]:
+        """Of A or B in a file."""
+        n_in, n_out = self.modules[module]
+        inner = rank * self.experts.get(module, 1)
+        return (inner, n_in) if side == "A" else (n_out, inner)
 
 
 def check_adapter(config: LoraConfig, index: TensorIndex, base: BaseIdentity) -> dict[str, ModuleLora]:
     """The adapted modules with rank and scale; raises Invalid with the full list of what would not be applied."""
     problems = list(_wrong_base(config, index, base))
+    config = with_parameters(config, base.modules)
     selected = config.select(base.modules)
     problems += _unknown_targets(config, base.modules)
+    named = {stored_module(name, config): name for name in base.modules if name in selected or not is_parameter(name)}
     found: dict[tuple[str, str], str] = {}
     for name, entry in index.tensors.items():
         match = _TENSOR.match(name.removeprefix(_PREFIX))
         if match is None:
             problems.append(Problem(f"{name} is not a LoRA weight; it would be left out", WEIGHTS_FILE))
             continue
-        module, side = match["module"], match["side"]
+        module, side = named.get(match["module"], match["module"]), match["side"]
         if module not in base.modules:
             problems.append(Problem(f"{name} belongs to no layer of this base model", WEIGHTS_FILE))
         elif module not in selected:
@@ -45,14 +64,14 @@ def check_adapter(config: LoraConfig, index: TensorIndex, base: BaseIdentity) ->
             problems.append(Problem(f"{name} has data type {entry.dtype}", WEIGHTS_FILE, "save it as F32, F16 or BF16"))
         else:
             found[module, side] = name
-            n_in, n_out = base.modules[module]
-            rank = selected[module].rank
-            shape = (rank, n_in) if side == "A" else (n_out, rank)
+            shape = base.shape(module, selected[module].rank, side)
             if entry.shape != shape:
                 problems.append(Problem(f"{name} has shape {list(entry.shape)}, not {list(shape)}", WEIGHTS_FILE))
     for module in selected:
         missing = [f"lora_{side}" for side in "AB" if (module, side) not in found]
-        known = any(name.removeprefix(_PREFIX).startswith(f"{module}.lora_") for name in index.tensors)
+        known = any(
+            name.removeprefix(_PREFIX).startswith(f"{stored_module(module, config)}.lora_") for name in index.tensors
+        )
         if missing and not (known and len(missing) == 2):
             problems.append(Problem(f"{module} is a target but has no {' and '.join(missing)}", WEIGHTS_FILE))
     if not selected and not problems:
@@ -83,11 +102,20 @@ def _wrong_base(config: LoraConfig, index: TensorIndex, base: BaseIdentity) -> I
 
 
 def _unknown_targets(config: LoraConfig, modules: Mapping[str, tuple[int, int]]) -> Iterable[Problem]:
+    parameters = {name.replace(":", ".") for name in modules if is_parameter(name)}
+    for target in config.target_parameters:
+        if not any(name == target or name.endswith(f".{target}") for name in parameters):
+            known = sorted({name.rsplit(".", 2)[-2] + "." + name.rsplit(".", 1)[-1] for name in parameters})
+            yield Problem(
+                f"{target!r} is no adaptable parameter of this base model",
+                f"{CONFIG_FILE}: target_parameters",
+                f"adaptable are {', '.join(known)}" if known else "this base has none",
+            )
     if isinstance(config.target_modules, str):
         return
     for target in config.target_modules:
-        if not any(module == target or module.endswith(f".{target}") for module in modules):
-            known = sorted({module.rsplit(".", 1)[-1] for module in modules})
+        if not any(module == target or module.endswith(f".{target}") for module in modules if not is_parameter(module)):
+            known = sorted({module.rsplit(".", 1)[-1] for module in modules if not is_parameter(module)})
             yield Problem(
                 f"{target!r} is no adaptable layer of this base model",
                 f"{CONFIG_FILE}: target_modules",

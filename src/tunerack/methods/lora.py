@@ -40,6 +40,7 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     layers: tuple[int, ...] | None = None
     exclude_modules: tuple[str, ...] | str | None = None
+    target_parameters: tuple[str, ...] = ()
     dropout: float = 0.0
     base_model: str | None = None
 
@@ -57,7 +58,12 @@ class LoraConfig:
         )
 
     def targets(self, module: str) -> bool:
-        """Whether the layer of this full name is adapted, by PEFT's rules (suffix for lists, full match for text)."""
+        """Whether the layer of this full name is adapted, by PEFT's rules (suffix for lists, full match for text).
+
+        A bare parameter (MODULE:PARAMETER) is adapted by `target_parameters` alone.
+        """
+        if is_parameter(module):
+            return _selects(self.target_parameters, module.replace(":", "."))
         if self.exclude_modules and _selects(self.exclude_modules, module):
             return False
         if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
@@ -70,6 +76,7 @@ class LoraConfig:
 
     def module(self, name: str) -> ModuleLora:
         """Rank and scale of one adapted layer: alpha/r, or alpha/sqrt(r) for rank-stabilised LoRA."""
+        name = name.replace(":", ".")
         rank = int(_by_pattern(self.rank_pattern, name, self.rank))
         alpha = float(_by_pattern(self.alpha_pattern, name, self.alpha))
         return ModuleLora(rank, alpha / (math.sqrt(rank) if self.use_rslora else rank))
@@ -91,6 +98,8 @@ class LoraConfig:
     def to_peft(self) -> dict[str, Any]:
         """The content of `adapter_config.json` that stock PEFT loads."""
         targets = self.target_modules
+        # PEFT refuses to load dropout together with target_parameters; it has no part in a finished adapter.
+        dropout = 0.0 if self.target_parameters else self.dropout
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -98,8 +107,9 @@ class LoraConfig:
             "inference_mode": True,
             "r": self.rank,
             "lora_alpha": self.alpha,
-            "lora_dropout": self.dropout,
+            "lora_dropout": dropout,
             "target_modules": targets if isinstance(targets, str) else sorted(targets),
+            "target_parameters": sorted(self.target_parameters) or None,
             "use_rslora": self.use_rslora,
             "rank_pattern": dict(self.rank_pattern),
             "alpha_pattern": dict(self.alpha_pattern),
@@ -110,6 +120,11 @@ class LoraConfig:
             "init_lora_weights": True,
             "modules_to_save": None,
         }
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a name is that of a bare parameter, MODULE:PARAMETER."""
+    return ":" in name
 
 
 def _selects(names: tuple[str, ...] | str, module: str) -> bool:
@@ -152,6 +167,7 @@ _READ = frozenset(
         "r",
         "lora_alpha",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "use_rslora",
         "rank_pattern",
@@ -177,17 +193,18 @@ def read_peft_config(config: Mapping[str, Any]) -> LoraConfig:
     _check_method(config, wrong)
     if problems:
         raise Invalid(problems, code="adapter_refused")
-    targets, exclude = config["target_modules"], config.get("exclude_modules")
+    targets, exclude = config.get("target_modules"), config.get("exclude_modules")
     layers = config.get("layers_to_transform")
     return LoraConfig(
         rank=int(config["r"]),
         alpha=float(config.get("lora_alpha", 8)),
-        target_modules=targets if isinstance(targets, str) else tuple(sorted(targets)),
+        target_modules=targets if isinstance(targets, str) else tuple(sorted(targets or ())),
         use_rslora=bool(config.get("use_rslora")),
         rank_pattern=dict(config.get("rank_pattern") or {}),
         alpha_pattern=dict(config.get("alpha_pattern") or {}),
         layers=(layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
         exclude_modules=exclude if isinstance(exclude, str) or exclude is None else tuple(exclude),
+        target_parameters=tuple(sorted(config.get("target_parameters") or ())),
         dropout=float(config.get("lora_dropout") or 0.0),
         base_model=config.get("base_model_name_or_path"),
     )
@@ -215,10 +232,13 @@ def _check_values(config: Mapping[str, Any], wrong: _Wrong) -> None:
 
 def _check_modules(config: Mapping[str, Any], wrong: _Wrong) -> None:
     targets, exclude = config.get("target_modules"), config.get("exclude_modules")
+    parameters = config.get("target_parameters")
     if isinstance(targets, str):
         _check_pattern("target_modules", targets, wrong)
-    elif not targets or not _is_names(targets):
+    elif (not targets and not parameters) or not _is_names(targets or []):
         wrong("target_modules", "must be a list of module names, or a pattern")
+    if parameters is not None and not _is_names(parameters):
+        wrong("target_parameters", "must be a list of parameter names")
     if isinstance(exclude, str):
         _check_pattern("exclude_modules", exclude, wrong)
     elif exclude is not None and not _is_names(exclude):

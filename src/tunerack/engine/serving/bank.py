@@ -35,7 +35,10 @@ Layout = tuple[tuple[int, tuple[Part, ...]], ...]
 
 @dataclass
 class GroupStack:
-    """All adapters of a layout for one group: a [slots, sum of ranks, in]; b per part [slots, rank, out], scaled."""
+    """All adapters of a layout for one group: a [slots, sum of ranks, in]; b per part [slots, rank, out], scaled.
+
+    The ranks of experts lie expert by expert: [slots, experts · rank, ...].
+    """
 
     parts: tuple[Part, ...]
     a: Tensor
@@ -108,7 +111,7 @@ class AdapterBank:
         for group in stack.groups.values():
             for part, b in zip(group.parts, group.b, strict=True):
                 group.a[slot, part.rank_begin : part.rank_end] = weights.a[part.module]
-                b[slot] = weights.b[part.module].T * weights.modules[part.module].scale
+                b[slot] = _rows_of_b(weights, part.module) * weights.modules[part.module].scale
         adapter = ServedAdapter(name, weights, stack, slot)
         with self._lock:
             self.unload(name)
@@ -157,8 +160,9 @@ class AdapterBank:
             for projection in group.projections:
                 lora = weights.modules.get(projection.module)
                 if lora is not None:
-                    parts.append(Part(projection.module, projection.begin, projection.end, used, used + lora.rank))
-                    used += lora.rank
+                    rows = lora.rank * group.n_experts
+                    parts.append(Part(projection.module, projection.begin, projection.end, used, used + rows))
+                    used += rows
             if parts:
                 layout.append((group.index, tuple(parts)))
         return tuple(layout)
@@ -168,10 +172,17 @@ class AdapterBank:
         for index, parts in layout:
             weight = self._groups[index].weight
             zeros = functools.partial(torch.zeros, dtype=weight.dtype, device=weight.device)
-            a = zeros(0, parts[-1].rank_end, weight.shape[1])
+            a = zeros(0, parts[-1].rank_end, self._groups[index].in_features)
             b = [zeros(0, p.rank_end - p.rank_begin, p.end - p.begin) for p in parts]
             groups[index] = GroupStack(parts, a, b)
         return Stack(groups)
+
+
+def _rows_of_b(weights: AdapterWeights, module: str) -> Tensor:
+    """[rank, out]; of experts, from [out, rank · experts] with the expert running fastest, [experts · rank, out]."""
+    b = weights.b[module]
+    rank = weights.modules[module].rank
+    return b.view(len(b), rank, -1).permute(2, 1, 0).flatten(0, 1)
 
 
 def _grown(tensor: Tensor, slots: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tunerack.engine.experts import ExpertLora, Experts, ExpertUpdate, StackedLinear, apply_experts
 from tunerack.engine.linear import AdaptableLinear
 from tunerack.engine.serving.bank import GroupStack, ServedAdapter, Stack
 
@@ -31,6 +32,7 @@ class ServingRoute:
     """
 
     def __init__(self, prompts: Sequence[Range], decodes: Sequence[Range]) -> None:
+        self._ranges = [*prompts, *decodes]
         self._segments = list(prompts)
         self._gathers: list[_Gather] = []
         by_stack: dict[int, list[Range]] = {}
@@ -54,6 +56,24 @@ class ServingRoute:
         for gather in self._gathers:
             gather.add(group.index, x, y)
         return y
+
+    def apply_experts(self, experts: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        updates = []
+        for item in self._ranges:
+            gate_up, down = _expert_lora(item, experts.gate_up), _expert_lora(item, experts.down)
+            if gate_up is not None or down is not None:
+                updates.append(ExpertUpdate(item.begin, item.end, gate_up, down))
+        return apply_experts(experts, x, weights, chosen, updates)
+
+
+def _expert_lora(item: Range, layer: StackedLinear) -> ExpertLora | None:
+    """The adapter's part of the stack, seen as [experts, rank, in] and [experts, out, rank]; B holds the scale."""
+    stacked = item.adapter.stack.groups.get(layer.index)
+    if stacked is None:
+        return None
+    slot = item.adapter.slot
+    a = stacked.a[slot].unflatten(0, (layer.n_experts, -1))
+    return ExpertLora(a, stacked.b[0][slot].unflatten(0, (layer.n_experts, -1)).transpose(1, 2), 1.0)
 
 
 def _add_segment(stacked: GroupStack, slot: int, x: Tensor, y: Tensor) -> None:

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from tunerack.engine.adapter_file import tensor_name
+from tunerack.engine.experts import StackedLinear
 from tunerack.engine.linear import AdaptableLinear, Projection
 from tunerack.methods.lora import LoraConfig, ModuleLora
+from tunerack.methods.stacked import stored_module
 
 
 @dataclass(frozen=True)
 class AdaptedProjection:
-    """One adapted layer of a group: its columns of the output, its rows of the group's A, and B [out, rank]."""
+    """One adapted layer of a group: its columns of the output, its rows of the group's A, and B [out, rank], or
+    [experts, out, rank] of experts."""
 
     module: str
     layer: int
@@ -30,7 +33,7 @@ class AdaptedProjection:
 
 @dataclass(frozen=True)
 class AdaptedGroup:
-    """A [sum of ranks, in] of all adapted projections of a group, one below the other."""
+    """A [sum of ranks, in] of all adapted projections of a group, one below the other, or [experts, rank, in]."""
 
     a: Tensor
     projections: tuple[AdaptedProjection, ...]
@@ -43,7 +46,9 @@ class AdapterParameters:
         self.config = config
         chosen = [(group, _adapted(config, group)) for group in groups]
         size = sum(
-            lora.rank * (group.in_features + p.end - p.begin) for group, adapted in chosen for _, p, lora in adapted
+            group.n_experts * lora.rank * (group.in_features + p.end - p.begin)
+            for group, adapted in chosen
+            for _, p, lora in adapted
         )
         device = groups[0].weight.device
         self.values = torch.zeros(size, dtype=torch.float32, device=device)
@@ -59,14 +64,15 @@ class AdapterParameters:
         self, group: AdaptableLinear, adapted: list[tuple[int, Projection, ModuleLora]], generator: torch.Generator
     ) -> AdaptedGroup:
         total_rank = sum(lora.rank for _, _, lora in adapted)
-        a = self._leaf((total_rank, group.in_features))
+        experts = (group.n_experts,) if isinstance(group, StackedLinear) else ()
+        a = self._leaf((*experts, total_rank, group.in_features))
         # PEFT's start: Kaiming uniform with a = √5, which is U(-1/√in, 1/√in); B starts at zero.
         bound = 1 / math.sqrt(group.in_features)
         start = torch.empty(a.shape).uniform_(-bound, bound, generator=generator)
         a.data.copy_(start)
         projections, rank_begin = [], 0
         for position, projection, lora in adapted:
-            b = self._leaf((projection.end - projection.begin, lora.rank))
+            b = self._leaf((*experts, projection.end - projection.begin, lora.rank))
             projections.append(
                 AdaptedProjection(
                     projection.module,
@@ -82,8 +88,8 @@ class AdapterParameters:
             rank_begin += lora.rank
         return AdaptedGroup(a, tuple(projections))
 
-    def _leaf(self, shape: tuple[int, int]) -> Tensor:
-        begin, end = self._used, self._used + shape[0] * shape[1]
+    def _leaf(self, shape: tuple[int, ...]) -> Tensor:
+        begin, end = self._used, self._used + math.prod(shape)
         self._used = end
         leaf = self.values[begin:end].view(shape).detach().requires_grad_(True)
         leaf.grad = self.gradients[begin:end].view(shape)
@@ -91,18 +97,33 @@ class AdapterParameters:
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights under PEFT's names, A [rank, in] and B [out, rank]."""
-        result = {}
-        for group in self.groups.values():
-            for p in group.projections:
-                result[tensor_name(p.module, "A")] = group.a.detach()[p.rank_begin : p.rank_end]
-                result[tensor_name(p.module, "B")] = p.b.detach()
-        return result
+        return {name: stored for name, (_, stored) in self._named().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over weights saved by `tensors`; raises KeyError when one is missing."""
         with torch.no_grad():
-            for name, target in self.tensors().items():
-                target.copy_(tensors[name])
+            for name, (view, stored) in self._named().items():
+                view.copy_(tensors[name].view_as(view) if stored is not view else tensors[name])
+
+    def _named(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Per PEFT name, a view of the weights and what is stored: PEFT flattens [experts, rank, in] of A and
+        [out, rank, experts] of B to matrices."""
+        result = {}
+        for group in self.groups.values():
+            for p in group.projections:
+                a, b = group.a.detach(), p.b.detach()
+                if a.dim() == 3:
+                    b = b.permute(1, 2, 0)
+                    result[self._name(p.module, "A")] = a, a.flatten(0, 1)
+                    result[self._name(p.module, "B")] = b, b.flatten(1)
+                else:
+                    a = a[p.rank_begin : p.rank_end]
+                    result[self._name(p.module, "A")] = a, a
+                    result[self._name(p.module, "B")] = b, b
+        return result
+
+    def _name(self, module: str, side: str) -> str:
+        return tensor_name(stored_module(module, self.config), side)
 
     @property
     def changed(self) -> bool:

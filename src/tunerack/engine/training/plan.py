@@ -10,7 +10,6 @@ from tunerack.data.dataset import Dataset
 from tunerack.engine.base import BaseModel
 from tunerack.engine.training.record import prepare_data
 from tunerack.estimate.plan import Rate, plan
-from tunerack.methods.lora import LoraConfig
 from tunerack.spec.job import JobSpec
 
 
@@ -25,8 +24,7 @@ def predict(base: BaseModel, rate: Rate, spec: JobSpec, dataset: Dataset) -> dic
     lengths = [len(example.ids) for example in dataset.examples]
     trained = [example.trained_tokens for example in dataset.examples]
     predicted = plan(spec, lengths=lengths, trained=trained, rate=rate)
-    config = LoraConfig.from_spec(spec.lora, base_model=base.adapter_base_name)
-    modules = base.identity.modules
+    config = base.lora(spec.lora)
     return {
         "tokens_per_epoch": dataset.tokens,
         "trained_tokens_per_epoch": dataset.trained_tokens,
@@ -34,7 +32,5 @@ def predict(base: BaseModel, rate: Rate, spec: JobSpec, dataset: Dataset) -> dic
         "steps": predicted.steps,
         "total_tokens": predicted.tokens,
         "predicted_s": predicted.predicted_s.to_json(),
-        "trainable_parameters": sum(
-            lora.rank * sum(modules[module]) for module, lora in config.select(modules).items()
-        ),
+        "trainable_parameters": base.identity.parameters(config.select(base.identity.modules)),
     }

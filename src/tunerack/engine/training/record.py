@@ -19,7 +19,6 @@ from tunerack.engine.training.job import LIVE, Failure, History, State, StepResu
 from tunerack.engine.training.parameters import AdapterParameters
 from tunerack.errors import Invalid
 from tunerack.estimate.plan import resolve
-from tunerack.methods.lora import LoraConfig
 from tunerack.spec.job import JobSpec
 
 _WINDOW_STEPS = 20
@@ -153,7 +152,7 @@ def build_job(request: JobRequest, base: BaseModel, record: JobRecord) -> Traini
     )
     record.report = dataset.report.to_json()
     record.history.add(f"{dataset.report.rows_kept} of {dataset.report.rows_in} rows kept")
-    config = LoraConfig.from_spec(spec.lora, base_model=base.adapter_base_name)
+    config = base.lora(spec.lora)
     parameters = AdapterParameters(config, base.decoder.groups(), seed=spec.seed)
     return TrainingJob(request.job_id, spec, dataset, validation, parameters, request.directory)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tunerack.engine.experts import ExpertLora, Experts, ExpertUpdate, StackedLinear, apply_experts
 from tunerack.engine.linear import AdaptableLinear, TrainedLinear, Update, UpdatePart
 from tunerack.engine.training.dropout import keep_mask
 from tunerack.engine.training.parameters import AdaptedGroup, AdapterParameters
@@ -65,6 +66,26 @@ class TrainingRoute:
             return group.base(x)
         return TrainedLinear.apply(x, group.weight, group.bias, tuple(updates), *parameters)
 
+    def apply_experts(self, experts: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        updates = []
+        for segment in self.segments:
+            gate_up, down = (_expert_lora(segment, layer, chosen.shape[1]) for layer in (experts.gate_up, experts.down))
+            if gate_up is not None or down is not None:
+                updates.append(ExpertUpdate(segment.begin, segment.end, gate_up, down))
+        return apply_experts(experts, x, weights, chosen, updates)
+
+
+def _expert_lora(segment: Segment, layer: StackedLinear, top_k: int) -> ExpertLora | None:
+    """Dropout is drawn for each token and slot: which experts a token has depends on that token alone."""
+    adapted = segment.parameters.groups.get(layer.index)
+    if adapted is None:
+        return None
+    (projection,) = adapted.projections
+    mask = None
+    if segment.dropout > 0:
+        mask = _mask(segment, projection.layer, layer, top_k).view(-1, layer.in_features)
+    return ExpertLora(adapted.a, projection.b, projection.scale / (1 - segment.dropout), mask)
+
 
 def _update(segment: Segment, adapted: AdaptedGroup, group: AdaptableLinear) -> Update:
     masks = None
@@ -77,14 +98,14 @@ def _update(segment: Segment, adapted: AdaptedGroup, group: AdaptableLinear) -> 
     return Update(segment.begin, segment.end, adapted.a, parts, masks)
 
 
-def _mask(segment: Segment, layer: int, group: AdaptableLinear) -> Tensor:
+def _mask(segment: Segment, layer: int, group: AdaptableLinear, copies: int = 1) -> Tensor:
     masks = [
         keep_mask(
             seed=segment.seed,
             step=segment.step,
             row=document.row,
             layer=layer,
-            shape=(len(document.tokens), group.in_features),
+            shape=(len(document.tokens), copies * group.in_features),
             p=segment.dropout,
         )
         for document in segment.documents
