@@ -74,7 +74,7 @@ def test_gathered_rows_equal_plain_products(tiny, tiny_llama, tmp_path, counts):
             ranges.append(Range(adapter, begin, begin + count))
             begin += count
     x = torch.randn(begin + 1, 48)
-    group = tiny.decoder.layers[1].qkv
+    group = tiny.decoder.layers[1].mixer.qkv
     with torch.inference_mode():
         ours = ServingRoute([], ranges).apply(group, x)
         expected = group.base(x)
