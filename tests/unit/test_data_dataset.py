@@ -26,6 +26,7 @@ class Letters:
     bos_token_id: int | None = None
     eos_token = "$"
     eos_token_id = ord("$")
+    stop_token_ids = frozenset({ord("$")})
     adds_bos = False
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -62,6 +63,7 @@ def test_rows_in_is_rows_kept_and_dropped_by_reason_with_lines(tmp_path: Path) -
     assert data.report.to_json() == {
         "rows_in": 6,
         "rows_kept": 3,
+        "documents": 3,
         "dropped": [
             {"reason": "too_long", "count": 2, "lines": [2, 6]},
             {"reason": "no_trained_token", "count": 1, "lines": [3]},
@@ -70,6 +72,7 @@ def test_rows_in_is_rows_kept_and_dropped_by_reason_with_lines(tmp_path: Path) -
             {"reason": "duplicate", "count": 1, "lines": [4]},
             {"reason": "stop_token_in_text", "count": 1, "lines": [5]},
         ],
+        "template": [],
     }
     assert [example.line for example in data.examples] == [1, 4, 5]
     assert (data.tokens, data.trained_tokens, data.longest) == (19 + 19 + 29, 2 + 2 + 12, 29)
@@ -89,7 +92,9 @@ def test_overlong_rows_can_be_refused_with_their_lines(tmp_path: Path) -> None:
     path = write(tmp_path, chat("a", "b"), chat("a" * 50, "b"))
     with pytest.raises(Invalid) as caught:
         prepare(path, Letters(), SPEC.with_values(seq_len=40, overlong="refuse"), 100)
-    assert str(caught.value) == ('train.jsonl:2: has 68 tokens, more than 40 (shorten it or set overlong to "drop")')
+    assert str(caught.value) == (
+        'train.jsonl:2: has 68 tokens, more than 40 (shorten it or set overlong to "drop" or "split")'
+    )
 
 
 def test_nothing_kept_is_refused_with_reasons_and_lines(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class HuggingFace:
         self.bos_token, self.bos_token_id = tokenizer.bos_token, tokenizer.bos_token_id
         self.eos_token, self.eos_token_id = tokenizer.eos_token, tokenizer.eos_token_id
         self.adds_bos = False
+        self.stop_token_ids = frozenset({tokenizer.eos_token_id})
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self.raw(text, add_special_tokens=False, return_offsets_mapping=True)

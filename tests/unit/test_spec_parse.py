@@ -41,7 +41,7 @@ specs = st.builds(
     JobSpec,
     model=st.just("m"),
     training_file=st.just("file-1"),
-    validation_file=st.none() | st.just("file-2"),
+    validation_file=st.just("file-2"),
     suffix=st.none() | st.just("triage-2"),
     adapter_name=st.none(),
     n_epochs=auto(st.integers(1, 50)),
@@ -56,11 +56,16 @@ specs = st.builds(
     adam_epsilon=positive,
     max_grad_norm=positive,
     seq_len=auto(st.integers(2, 10**6)),
-    overlong=st.sampled_from(["drop", "refuse"]),
-    train_on=st.sampled_from(["assistant", "last", "all"]),
+    overlong=st.sampled_from(["drop", "refuse", "split"]),
+    duplicates=st.sampled_from(["keep", "drop"]),
+    bad_rows=st.sampled_from(["refuse", "drop"]),
+    train_on=st.sampled_from(["assistant", "last", "all", "custom"]),
     min_kept=st.floats(0, 1),
     seed=st.integers(0, 2**31 - 1),
     checkpoint_steps=auto(st.integers(1, 1000)),
+    eval_steps=st.integers(0, 1000),
+    early_stopping_patience=st.integers(0, 10),
+    keep=st.sampled_from(["last", "best"]),
     lora=loras,
 )
 
@@ -68,6 +73,14 @@ specs = st.builds(
 @given(spec=specs)
 def test_what_is_printed_is_read_back(spec: JobSpec) -> None:
     assert job_from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+def test_fields_that_need_validation_rows() -> None:
+    asked = {**LEAST, "eval_steps": 5, "early_stopping_patience": 2, "keep": "best"}
+    with pytest.raises(Invalid) as caught:
+        job_from_json(asked)
+    assert [problem.where for problem in caught.value.problems] == ["eval_steps", "early_stopping_patience", "keep"]
+    assert job_from_json({**asked, "validation_file": "file-2"}).keep == "best"
 
 
 def test_defaults_are_those_of_the_dataclass() -> None:

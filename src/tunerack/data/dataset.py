@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -12,63 +11,40 @@ from typing import Any
 
 import numpy as np
 
-from tunerack.data.formats import Row, RowError
+from tunerack.data.examples import Count, Rendering
+from tunerack.data.examples import Example as Example
+from tunerack.data.probe import probe
 from tunerack.data.rows import SHOWN, read_rows
-from tunerack.data.template import Tokenizer, render
+from tunerack.data.template import Tokenizer
 from tunerack.errors import Invalid, Problem
 from tunerack.spec.job import AUTO, JobSpec
-
-# Line numbers that a report keeps of one reason.
-REPORTED_LINES = 1000
-
-
-@dataclass(frozen=True)
-class Example:
-    """One kept row: `ids` and `weights` have one entry per token; see `template.Rendered`."""
-
-    line: int
-    ids: tuple[int, ...]
-    weights: tuple[float, ...]
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(weight > 0 for weight in self.weights)
-
-
-@dataclass(frozen=True)
-class Count:
-    """Rows that share a reason, with their lines in the file."""
-
-    reason: str
-    lines: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.lines)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"reason": self.reason, "count": self.count, "lines": list(self.lines[:REPORTED_LINES])}
 
 
 @dataclass(frozen=True)
 class Report:
     """`rows_in == rows_kept + the sum of dropped counts`. `warnings` are about kept rows and are not part of the sum.
 
-    Reasons of dropped rows: too_long, no_trained_token. Reasons of warnings: duplicate, merged_boundary (see
-    `template.Rendered.merged`), stop_token_in_text, ignored_key:<key>.
+    Reasons of dropped rows: too_long, no_trained_token, duplicate (when asked), and those of malformed rows (when
+    asked). Reasons of warnings: duplicate, split, merged_boundary (see `template.Rendered.merged`), stop_token_in_text,
+    ignored_key:<key>. documents: what the kept rows became; more than the rows when some were split. template: what
+    the probe of the chat template warns of.
     """
 
     rows_in: int
     rows_kept: int
     dropped: tuple[Count, ...]
     warnings: tuple[Count, ...]
+    documents: int = 0
+    template: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
             "rows_in": self.rows_in,
             "rows_kept": self.rows_kept,
+            "documents": self.documents,
             "dropped": [count.to_json() for count in self.dropped],
             "warnings": [count.to_json() for count in self.warnings],
+            "template": list(self.template),
         }
 
 
@@ -114,11 +90,13 @@ def prepare(
     `max_model_len` is the most tokens the base can take, which is what seq_len "auto" stands for; `name` stands in
     messages in place of the file's own; `now` is for templates that write the date.
 
-    Raises Invalid with all malformed lines; when `spec.overlong` is "refuse" and rows are too long; when no row is kept
-    or fewer than `spec.min_kept` of them, with the reasons and the lines.
+    Raises Invalid with all malformed lines, unless `spec.bad_rows` says to drop them; when `spec.overlong` is "refuse"
+    and rows are too long; when the chat template can't be trained with; when no row is kept or fewer than
+    `spec.min_kept` of them, with the reasons and the lines.
     """
-    read = read_rows(path, name)
-    rows = read.require()
+    read = read_rows(path, name, custom_weights=spec.train_on == "custom")
+    if spec.bad_rows == "refuse" or not read.rows:
+        read.require()
     limit = max_model_len if spec.seq_len == AUTO else int(spec.seq_len)
     if limit > max_model_len:
         raise Invalid(
@@ -127,65 +105,25 @@ def prepare(
             hint=f"write {max_model_len} or less",
             param="seq_len",
         )
-    examples, too_long, untrained, warnings = _render_all(
-        rows, read.name, tokenizer, spec, limit, now or datetime.now()
-    )
-    if too_long and spec.overlong == "refuse":
-        raise Invalid(
-            _limited([_too_long(read.name, line, length, limit) for line, length in too_long], read.name),
-            code="invalid_training_file",
-            param="training_file",
-        )
-    reasons = (
-        Count("too_long", tuple(line for line, _ in too_long)),
-        Count("no_trained_token", tuple(untrained)),
-    )
-    dropped = tuple(reason for reason in reasons if reason.count)
+    found = probe(tokenizer) if any(row.text is None for row in read.rows) else None
+    if found is not None and found.refused:
+        raise Invalid(found.refused, code="invalid_template", param="model")
+    rendering = Rendering(tokenizer, spec, limit, read.name)
+    for row in read.rows:
+        rendering.add(row, now or datetime.now())
+    dropped = rendering.dropped(read.reasons)
     ignored = tuple(Count(f"ignored_key:{key}", lines) for key, lines in read.ignored.items())
-    report = Report(len(rows), len(examples), dropped, warnings + ignored)
+    rows_in = len(read.rows) + sum(len(lines) for lines in read.reasons.values())
+    report = Report(
+        rows_in,
+        rows_in - sum(count.count for count in dropped),
+        dropped,
+        rendering.warnings() + ignored,
+        len(rendering.examples),
+        tuple(str(problem) for problem in (found.warnings if found else ())),
+    )
     _require_enough(report, read.name, spec.min_kept, limit)
-    return Dataset(tuple(examples), report)
-
-
-def _render_all(
-    rows: Sequence[Row], name: str, tokenizer: Tokenizer, spec: JobSpec, limit: int, now: datetime
-) -> tuple[list[Example], list[tuple[int, int]], list[int], tuple[Count, ...]]:
-    """Examples, (line, tokens) of rows that are too long, lines without a trained token, warnings."""
-    examples: list[Example] = []
-    problems: list[Problem] = []
-    too_long: list[tuple[int, int]] = []
-    untrained: list[int] = []
-    seen: set[tuple[int, ...]] = set()
-    warned: dict[str, list[int]] = {"duplicate": [], "merged_boundary": [], "stop_token_in_text": []}
-    for row in rows:
-        try:
-            rendered = render(row, tokenizer, spec.train_on, now)
-        except RowError as error:
-            problems.append(Problem(error.message, f"{name}:{row.line}", error.hint))
-            continue
-        if len(rendered.ids) > limit:
-            too_long.append((row.line, len(rendered.ids)))
-        elif not any(rendered.weights):
-            untrained.append(row.line)
-        else:
-            ids = tuple(rendered.ids)
-            for reason, holds in (
-                ("duplicate", ids in seen),
-                ("merged_boundary", rendered.merged),
-                ("stop_token_in_text", _has_text(row, tokenizer.eos_token)),
-            ):
-                if holds:
-                    warned[reason].append(row.line)
-            seen.add(ids)
-            examples.append(Example(row.line, ids, tuple(rendered.weights)))
-    if problems:
-        raise Invalid(_limited(problems, name), code="invalid_training_file", param="training_file")
-    return examples, too_long, untrained, tuple(Count(why, tuple(lines)) for why, lines in warned.items() if lines)
-
-
-def _has_text(row: Row, text: str) -> bool:
-    parts = [message.content for message in row.messages] if row.messages else [row.prompt or "", row.completion or ""]
-    return any(text in part for part in parts)
+    return Dataset(tuple(rendering.examples), report)
 
 
 def _require_enough(report: Report, name: str, min_kept: float, limit: int) -> None:
@@ -198,15 +136,8 @@ def _require_enough(report: Report, name: str, min_kept: float, limit: int) -> N
     problems = [Problem(message, name, "shorten the rows, raise seq_len or lower min_kept")]
     for reason in report.dropped:
         lines = ", ".join(map(str, reason.lines[:SHOWN])) + (", ..." if reason.count > SHOWN else "")
-        words = f"longer than {limit} tokens" if reason.reason == "too_long" else "without a trained token"
+        words = {"too_long": f"longer than {limit} tokens", "no_trained_token": "without a trained token"}.get(
+            reason.reason, f"dropped as {reason.reason}"
+        )
         problems.append(Problem(f"{reason.count} rows {words} (lines {lines})", name))
     raise Invalid(problems, code="invalid_training_file", param="training_file")
-
-
-def _too_long(name: str, line: int, length: int, limit: int) -> Problem:
-    return Problem(f"has {length} tokens, more than {limit}", f"{name}:{line}", 'shorten it or set overlong to "drop"')
-
-
-def _limited(problems: Sequence[Problem], name: str) -> list[Problem]:
-    rest = len(problems) - SHOWN
-    return [*problems[:SHOWN], *([Problem(f"and {rest} more problems", name)] if rest > 0 else [])]

@@ -11,6 +11,7 @@ from typing import Any
 
 from tunerack.data.formats import ROW_FORMATS, RowError, format_of
 from tunerack.data.formats import Row as Row
+from tunerack.data.messages import check_weights
 from tunerack.errors import Invalid, Problem
 
 # Problems that are printed of one file; the rest are counted.
@@ -21,7 +22,8 @@ SHOWN = 20
 class ReadReport:
     """What was read: the rows that are well formed, and a Problem (`train.jsonl:12`) for each line that is not.
 
-    `ignored` has the lines of top-level keys that are not part of the format, such as an id.
+    `ignored` has the lines of top-level keys that are not part of the format, such as an id. `reasons` has the lines
+    of what is wrong by the word it is counted under.
     """
 
     name: str
@@ -29,6 +31,7 @@ class ReadReport:
     rows: tuple[Row, ...]
     problems: tuple[Problem, ...]
     ignored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reasons: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def require(self) -> tuple[Row, ...]:
         """The rows; raises Invalid when any line is wrong, with the first problems and the number of the others."""
@@ -41,9 +44,10 @@ class ReadReport:
         raise Invalid(shown, code="invalid_training_file", param="training_file")
 
 
-def read_rows(path: Path, name: str | None = None) -> ReadReport:
+def read_rows(path: Path, name: str | None = None, *, custom_weights: bool = False) -> ReadReport:
     """Rows of a JSONL file, or of a file that holds one JSON array of rows.
 
+    custom_weights: messages of any role may have a weight from 0 to 1
     UTF-8 with or without a byte order mark, any line ends; blank lines are skipped. `name` stands in messages in place
     of the file's own. Raises Invalid when the file can't be opened.
     """
@@ -61,6 +65,7 @@ def read_rows(path: Path, name: str | None = None) -> ReadReport:
     rows: list[Row] = []
     problems: list[Problem] = []
     ignored: dict[str, list[int]] = {}
+    reasons: dict[str, list[int]] = {}
     first: tuple[str, int] | None = None
     for line, parsed in entries:
         where = f"{name}:{line}"
@@ -71,17 +76,22 @@ def read_rows(path: Path, name: str | None = None) -> ReadReport:
             if first is None:
                 first = (kind, line)
             elif kind != first[0]:
-                raise RowError(f"has the {kind} format, but line {first[1]} has {first[0]}", "keep one format per file")
+                said = f"has the {kind} format, but line {first[1]} has {first[0]}"
+                raise RowError(said, "keep one format per file", "bad_format")
             row_format = ROW_FORMATS[kind]
-            rows.append(row_format.read(line, parsed))
+            row = row_format.read(line, parsed)
+            check_weights(row.messages or (), custom=custom_weights)
+            rows.append(row)
             for key in parsed.keys() - row_format.keys:
                 ignored.setdefault(key, []).append(line)
         except RowError as error:
             problems.append(Problem(error.message, where, error.hint))
+            reasons.setdefault(error.reason, []).append(line)
     if not rows and not problems:
         problems.append(Problem("holds no rows", name, 'write one {"messages": [...]} object per line'))
     kept = {key: tuple(lines) for key, lines in sorted(ignored.items())}
-    return ReadReport(name, first[0] if first else None, tuple(rows), tuple(problems), kept)
+    wrong = {reason: tuple(lines) for reason, lines in sorted(reasons.items())}
+    return ReadReport(name, first[0] if first else None, tuple(rows), tuple(problems), kept, wrong)
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -95,7 +105,8 @@ def _lines(data: bytes) -> Iterator[tuple[int, Any]]:
         try:
             yield number, _object(line.decode("utf-8"), last=number == last)
         except UnicodeDecodeError as error:
-            yield number, RowError(f"is not UTF-8 (byte {error.start + 1} of the line)", "save the file as UTF-8")
+            said = f"is not UTF-8 (byte {error.start + 1} of the line)"
+            yield number, RowError(said, "save the file as UTF-8", "not_utf8")
         except RowError as error:
             yield number, error
 
@@ -105,10 +116,11 @@ def _object(text: str, *, last: bool) -> Any:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         if last and _is_cut(error, text):
-            raise RowError("the last line is cut off in the middle of an object", "copy the file again") from error
-        raise RowError(f"is not valid JSON: {error.msg} at character {error.pos + 1}") from error
+            said = "the last line is cut off in the middle of an object"
+            raise RowError(said, "copy the file again", "cut_off") from error
+        raise RowError(f"is not valid JSON: {error.msg} at character {error.pos + 1}", None, "not_json") from error
     except (ValueError, RecursionError) as error:
-        raise RowError(f"is not valid JSON: {error}") from error
+        raise RowError(f"is not valid JSON: {error}", None, "not_json") from error
 
 
 def _array(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -167,12 +179,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         repeated = next(key for key, count in counts.items() if count > 1)
-        raise RowError(f"has the key {repeated!r} twice", "keep one of them")
+        raise RowError(f"has the key {repeated!r} twice", "keep one of them", "not_json")
     return found
 
 
 def _no_constant(word: str) -> Any:
-    raise RowError(f"{word} is not JSON")
+    raise RowError(f"{word} is not JSON", None, "not_json")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from tunerack.data.chat import Tokenizer as Tokenizer
+from tunerack.data.chat import chat_text as chat_text
 from tunerack.data.formats import Message, Row, RowError
+from tunerack.data.probe import end_mark, writes_tools
 
-TrainOn = Literal["assistant", "last", "all"]
-
-
-class Tokenizer(Protocol):
-    """What a base model's tokenizer must offer; the engine wraps the real one."""
-
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja source, or None for a base without one."""
-
-    @property
-    def bos_token(self) -> str | None: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def eos_token(self) -> str: ...
-
-    @property
-    def eos_token_id(self) -> int: ...
-
-    @property
-    def adds_bos(self) -> bool:
-        """True when plain text (no chat template) is to begin with the BOS token."""
-
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of the text with no special tokens added (those written in it count), and the characters of each."""
-
-    def encode(self, text: str) -> list[int]:
-        """Only the ids of `encode_with_offsets`."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of the ids, special tokens included."""
+TrainOn = Literal["assistant", "last", "all", "custom"]
 
 
 @dataclass(frozen=True)
@@ -68,105 +32,135 @@ def render(row: Row, tokenizer: Tokenizer, train_on: TrainOn = "assistant", now:
     """Ids and weights of one row; raises RowError when the template can't show where the answers are.
 
     The whole text is tokenised once and answers are found by character, so that ids are those of the template itself.
-    An answer's trained tokens are its content and the mark that ends the turn. `now` is what a template that writes the
-    date is told.
+    An answer's trained tokens are its content, its tool calls and the mark that ends the turn; of another turn, which
+    only `train_on` "custom" trains, the content and the mark. All of a plain text is trained, and the end token. `now`
+    is what a template that writes the date is told.
     """
     messages = row.messages
+    if row.text is not None:
+        return _render_plain("", row.text, tokenizer, "all")
     if messages is None:
         assert row.prompt is not None
         assert row.completion is not None
+        train_on = "assistant" if train_on == "custom" else train_on
         if tokenizer.chat_template is None:
             return _render_plain(row.prompt, row.completion, tokenizer, train_on)
         messages = (Message("user", row.prompt), Message("assistant", row.completion))
     elif tokenizer.chat_template is None:
-        raise RowError("the base model has no chat template", "give {prompt, completion} rows or another base")
-    return _render_chat(messages, tokenizer, train_on, now)
+        hint = "give {prompt, completion} or {text} rows, or another base"
+        raise RowError("the base model has no chat template", hint, "template")
+    _refuse_tools(messages, row.tools, tokenizer)
+    conversation = _Conversation(messages, row.tools, tokenizer, now or datetime.now())
+    return _render_chat(conversation, train_on)
 
 
-def chat_text(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Tokenizer,
-    *,
-    add_generation_prompt: bool,
-    now: datetime | None = None,
-) -> str:
-    """Text of a conversation by the chat template, as training and serving both read it.
+class _Conversation:
+    """The turns of a row, and the texts that the template makes of the first ones."""
 
-    Raises RowError with the template's own words when it refuses the conversation.
-    """
-    if tokenizer.chat_template is None:
-        raise RowError("the base model has no chat template")
-    when = now or datetime.now()
-    try:
-        return _template(tokenizer.chat_template).render(
-            messages=messages,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=tokenizer.bos_token or "",
-            eos_token=tokenizer.eos_token,
-            tools=None,
-            documents=None,
-            strftime_now=when.strftime,
+    def __init__(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, now: datetime
+    ) -> None:
+        self.messages = messages
+        self.tokenizer = tokenizer
+        self._turns = [_as_mapping(message) for message in messages]
+        self._tools = tools
+        self._now = now
+        self.whole = self.text(len(messages))
+
+    def text(self, turns: int, *, prompt: bool = False) -> str:
+        return chat_text(
+            self._turns[:turns], self.tokenizer, add_generation_prompt=prompt, tools=self._tools, now=self._now
         )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise RowError(f"the base's chat template refuses the conversation: {error}") from error
 
 
-def _render_chat(
-    messages: Sequence[Message], tokenizer: Tokenizer, train_on: TrainOn, now: datetime | None
-) -> Rendered:
-    turns = [_as_mapping(message) for message in messages]
-    now = now or datetime.now()
-    whole = chat_text(turns, tokenizer, add_generation_prompt=False, now=now)
+def _render_chat(conversation: _Conversation, train_on: TrainOn) -> Rendered:
+    messages, tokenizer = conversation.messages, conversation.tokenizer
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if train_on == "last":
         answers = answers[-1:]
+    if train_on == "custom":
+        chosen = {index: message.weight for index, message in enumerate(messages) if message.weight}
+    else:
+        chosen = {index: 0.0 if messages[index].weight == 0 else 1.0 for index in answers}
     spans = []
-    for index in answers:
-        start = _answer_start(turns, index, whole, tokenizer, now)
-        end = _answer_end(turns, index, start, whole, tokenizer, now)
-        spans.append((start, end, 0.0 if messages[index].weight == 0 else 1.0))
-    ids, offsets = tokenizer.encode_with_offsets(whole)
+    for index, weight in chosen.items():
+        if messages[index].role == "assistant":
+            start = _answer_start(conversation, index)
+            end = _answer_end(conversation, index, start)
+        else:
+            start, end = _turn_span(conversation, index)
+        spans.append((start, end, float(weight)))
+    ids, offsets = tokenizer.encode_with_offsets(conversation.whole)
     _refuse_double_bos(ids, tokenizer)
     weights = [1.0 if train_on == "all" else 0.0] * len(ids)
     merged = _apply_spans(weights, offsets, spans)
     return Rendered(ids, _without_first(weights), merged)
 
 
-def _answer_start(
-    turns: Sequence[Mapping[str, Any]], index: int, whole: str, tokenizer: Tokenizer, now: datetime
-) -> int:
+def _refuse_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> None:
+    calls = any(message.tool_calls or message.role == "tool" for message in messages)
+    if (tools or calls) and not writes_tools(tokenizer):
+        said = "the base's chat template does not write tools, so this row would lose its tool calls"
+        raise RowError(said, "write tools and calls as plain contents, or take another base", "tool_calls")
+
+
+def _answer_start(conversation: _Conversation, index: int) -> int:
     """Character at which the answer starts: the length of what a server would give the model to answer."""
-    before = chat_text(turns[:index], tokenizer, add_generation_prompt=True, now=now)
-    if whole.startswith(before):
-        return len(before)
     if index == 0:
-        raise RowError("the conversation starts with an assistant message", "put a user message before it")
+        hint = "put a user message before it"
+        raise RowError("the conversation starts with an assistant message", hint, "template")
+    before = conversation.text(index, prompt=True)
+    if conversation.whole.startswith(before):
+        return len(before)
     raise RowError(
         f"the base's chat template writes the turns before messages[{index}] in another way once it is answered, "
         "so what is trained would differ from what is served",
-        'split the conversation into rows that end at each answer, or train with train_on "all"',
+        'split the conversation into rows that end at each answer, or train with train_on "last"',
+        "template",
     )
 
 
-def _answer_end(
-    turns: Sequence[Mapping[str, Any]], index: int, start: int, whole: str, tokenizer: Tokenizer, now: datetime
-) -> int:
+def _answer_end(conversation: _Conversation, index: int, start: int) -> int:
     """Character after the mark that ends the turn."""
-    through = chat_text(turns[: index + 1], tokenizer, add_generation_prompt=False, now=now)
-    if not whole.startswith(through) or len(through) <= start:
-        raise RowError(
-            f"the base's chat template writes messages[{index}] in another way once more turns follow",
-            "split the conversation into rows that end at each answer",
-        )
+    through = _through(conversation, index)
     answer = through[start:].rstrip()
-    content = str(turns[index]["content"]).strip()
+    message = conversation.messages[index]
+    content = message.content.strip()
     found = answer.find(content)
-    if found >= 0 and not answer[found + len(content) :].strip():
+    mark = end_mark(conversation.tokenizer) if message.tool_calls else None
+    if not answer or (mark is not None and not answer.endswith(mark)):
+        said = f"the base's chat template ends the tool calls of messages[{index}] with no stop token"
+        raise RowError(said, "take another base", "template")
+    if mark is None and found >= 0 and not answer[found + len(content) :].strip():
         raise RowError(
             "the base's chat template ends an answer with no stop token, so the adapter would never learn to stop",
             "use a base whose template ends assistant turns",
+            "template",
         )
     return start + len(answer)
+
+
+def _turn_span(conversation: _Conversation, index: int) -> tuple[int, int]:
+    """Characters of a turn that is not the assistant's: its content and the mark after it."""
+    through = _through(conversation, index).rstrip()
+    content = conversation.messages[index].content.strip()
+    start = through.rfind(content)
+    if start < 0:
+        said = f"the base's chat template does not write the content of messages[{index}] as it is"
+        raise RowError(said, "leave its weight out", "template")
+    return start, len(through)
+
+
+def _through(conversation: _Conversation, index: int) -> str:
+    """Text up to and with a turn, which the whole text must begin with."""
+    through = conversation.text(index + 1)
+    if not conversation.whole.startswith(through):
+        raise RowError(
+            f"the base's chat template writes messages[{index}] in another way once more turns follow",
+            'split the conversation into rows that end at each answer, or train with train_on "last"',
+            "template",
+        )
+    return through
 
 
 def _render_plain(prompt: str, completion: str, tokenizer: Tokenizer, train_on: TrainOn) -> Rendered:
@@ -206,45 +200,10 @@ def _without_first(weights: list[float]) -> list[float]:
 def _refuse_double_bos(ids: Sequence[int], tokenizer: Tokenizer) -> None:
     bos = tokenizer.bos_token_id
     if bos is not None and bos != tokenizer.eos_token_id and len(ids) > 1 and ids[0] == bos and ids[1] == bos:
-        raise RowError("begins with two BOS tokens", f"remove {tokenizer.bos_token!r} from the text")
+        raise RowError("begins with two BOS tokens", f"remove {tokenizer.bos_token!r} from the text", "template")
 
 
 def _as_mapping(message: Message) -> dict[str, Any]:
-    turn = {"role": message.role, "content": message.content}
-    return turn if message.name is None else {**turn, "name": message.name}
-
-
-class _Generation(Extension):
-    """`{% generation %}` blocks, which some templates put around answers, are written as their content."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=16)
-def _template(source: str) -> jinja2.Template:
-    """The template with the names, filters and white space that Hugging Face templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    return environment.from_string(source)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    optional = {"name": message.name, "tool_call_id": message.tool_call_id, "tool_calls": list(message.tool_calls)}
+    return turn | {key: value for key, value in optional.items() if value}

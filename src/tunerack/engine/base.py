@@ -6,9 +6,12 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from tunerack.catalog.config import read as read_shape
+from tunerack.catalog.shape import Shape
 from tunerack.engine.architecture import Architecture, read_architecture
 from tunerack.engine.decoder import Decoder
 from tunerack.engine.experts import StackedLinear
@@ -29,6 +32,7 @@ class BaseModel:
     """Decoder, tokenizer and identity of a base model.
 
     adapter_base_name: what adapters trained here give as their base; the hub id where the catalogue knows one
+    shape: its layers as the estimates count them; None where they don't know the family
     """
 
     name: str
@@ -37,6 +41,7 @@ class BaseModel:
     tokenizer: Tokenizer
     identity: BaseIdentity
     max_model_len: int
+    shape: Shape | None = None
 
     def lora(self, spec: LoraSpec) -> LoraConfig:
         """The adapter that a spec asks for on this base; raises Invalid when the base can't have it."""
@@ -72,8 +77,21 @@ def load_base(
     }
     identity = BaseIdentity(name, frozenset(names), fingerprint(directory), modules, experts)
     return BaseModel(
-        name, aliases[0] if aliases else name, decoder, Tokenizer.load(directory), identity, architecture.max_positions
+        name,
+        aliases[0] if aliases else name,
+        decoder,
+        Tokenizer.load(directory),
+        identity,
+        architecture.max_positions,
+        _shape(config),
     )
+
+
+def _shape(config: dict[str, Any]) -> Shape | None:
+    try:
+        return read_shape(config)
+    except Invalid:
+        return None
 
 
 def fingerprint(directory: Path) -> str:

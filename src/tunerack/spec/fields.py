@@ -52,6 +52,8 @@ RANGES: Mapping[str, Range] = {
     "min_kept": Range(0, 1),
     "seed": Range(0, 2**31 - 1),
     "checkpoint_steps": Range(1),
+    "eval_steps": Range(0),
+    "early_stopping_patience": Range(0),
     "rank": Range(1, 1024),
     "alpha": Range(0, open_low=True),
     "dropout": Range(0, 1, open_high=True),

@@ -60,11 +60,16 @@ class JobSpec:
     adam_epsilon: AdamW's term in the denominator
     max_grad_norm: gradients of an adapter are scaled down to this norm
     seq_len: rows longer than this many tokens are treated as `overlong` says
-    overlong: leave rows that are too long out, or refuse the file
-    train_on: whose tokens carry loss in chat rows: every assistant message, the last one, or every token
+    overlong: leave rows that are too long out, refuse the file, or split them into documents of seq_len tokens
+    duplicates: keep rows that are the same as an earlier one, or drop them
+    bad_rows: refuse the file for one malformed row, or drop such rows and count them
+    train_on: whose tokens carry loss: every assistant message, the last one, every token, or custom by each weight
     min_kept: least share of rows that must be kept for the job to run
     seed: of the adapter's first values, the order of rows and dropout
     checkpoint_steps: optimizer steps between checkpoints
+    eval_steps: optimizer steps between evaluations on the validation rows; 0 evaluates after every epoch
+    early_stopping_patience: ends the job after so many evaluations in a row without a better loss; 0 never does
+    keep: which checkpoint becomes the adapter: the last one, or the best one on the validation rows
     lora: the update that is trained
     """
 
@@ -85,11 +90,16 @@ class JobSpec:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     seq_len: int | Auto = AUTO
-    overlong: Literal["drop", "refuse"] = "drop"
-    train_on: Literal["assistant", "last", "all"] = "assistant"
+    overlong: Literal["drop", "refuse", "split"] = "drop"
+    duplicates: Literal["keep", "drop"] = "keep"
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    train_on: Literal["assistant", "last", "all", "custom"] = "assistant"
     min_kept: float = 0.5
     seed: int = 0
     checkpoint_steps: int | Auto = AUTO
+    eval_steps: int = 0
+    early_stopping_patience: int = 0
+    keep: Literal["last", "best"] = "last"
     lora: LoraSpec = field(default_factory=LoraSpec)
 
     @property

@@ -34,7 +34,10 @@ def parse_job(mapping: Any, place: Callable[[str], str] = str) -> JobSpec:
             values["lora"] = LoraSpec(**_parse_fields(lora, lora_fields(), LORA_ALIASES, "lora.", found))
         else:
             found.append(Problem(f"{_show(lora)} is not a mapping", "lora", "for example {rank: 16, alpha: 32}"))
-    found += _name_problems(values)
+    found += [
+        *_name_problems(values),
+        *([] if mapping.get("validation_file") is not None else _validation_problems(values)),
+    ]
     if found:
         first = found[0].where
         raise Invalid([Problem(p.message, place(p.where or ""), p.hint) for p in found], param=first)
@@ -153,6 +156,16 @@ def _name_problems(values: Mapping[str, Any]) -> list[Problem]:
         if suffix is not None:
             found.append(Problem("can't stand beside suffix", "adapter_name", "keep one of them"))
     return found
+
+
+def _validation_problems(values: Mapping[str, Any]) -> list[Problem]:
+    """Fields that say nothing without validation rows."""
+    asked = {
+        "eval_steps": values.get("eval_steps", 0) > 0,
+        "early_stopping_patience": values.get("early_stopping_patience", 0) > 0,
+        "keep": values.get("keep") == "best",
+    }
+    return [Problem("needs validation_file", name, "give rows to score") for name, used in asked.items() if used]
 
 
 def _show(value: Any) -> str:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 
 from tunerack.engine.adapter_file import flush_folder, write_adapter, write_flushed
 from tunerack.engine.training.job import TrainingJob
+from tunerack.engine.training.scores import Scores
 from tunerack.methods.identity import WEIGHTS_FILE, adapter_version
 
 _STATE_FILE = "state.json"
@@ -28,6 +29,7 @@ class Checkpoint:
     """A complete checkpoint of a job.
 
     border: the moment at which all jobs of the group were saved together; group: those jobs and their steps at it
+    scores: what the validation rows said so far, see `Scores`
     """
 
     path: Path
@@ -39,6 +41,7 @@ class Checkpoint:
     data_digest: str
     version: str
     metrics: Mapping[str, float]
+    scores: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -77,18 +80,18 @@ def write_checkpoint(
             data_digest=job.dataset.digest,
             version=adapter_version(aside),
             metrics=job.metrics,
+            scores=job.scores.to_json(),
         )
         state = {**asdict(checkpoint), "path": target.name, "spec": job.spec.to_json()}
         write_flushed(aside / _STATE_FILE, json.dumps(state).encode())
         flush_folder(aside)
-        if target.exists():
-            shutil.rmtree(target)
+        _remove(target)
         aside.rename(target)
         flush_folder(parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    prune(job.directory)
+    prune(job.directory, best_step=job.scores.best_step)
     return checkpoint
 
 
@@ -105,12 +108,22 @@ def list_checkpoints(job_directory: Path) -> list[Checkpoint]:
     return found
 
 
-def prune(job_directory: Path) -> None:
-    """Keep the newest checkpoints and throw away what a crash left half written."""
+def prune(job_directory: Path, *, best_step: int | None = None) -> None:
+    """Keep the newest checkpoints and the best one, and throw away what a crash left half written."""
     for checkpoint in list_checkpoints(job_directory)[KEPT:]:
-        shutil.rmtree(checkpoint.path, ignore_errors=True)
+        if checkpoint.step != best_step:
+            _remove(checkpoint.path)
     for partial in folder(job_directory).glob(".partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Under another name first: a folder that is half removed must not be taken for a checkpoint."""
+    if path.exists():
+        aside = path.with_name(f".partial-removed-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def choose(directories: Mapping[str, Path]) -> dict[str, Checkpoint | None]:
@@ -139,3 +152,4 @@ def restore(job: TrainingJob, checkpoint: Checkpoint) -> None:
     job.step = checkpoint.step
     job.trained_tokens = checkpoint.trained_tokens
     job.metrics = dict(checkpoint.metrics)
+    job.scores = Scores.from_json(checkpoint.scores)

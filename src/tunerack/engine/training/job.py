@@ -16,9 +16,10 @@ from tunerack.data.order import EpochOrder
 from tunerack.engine.training.parameters import AdapterParameters
 from tunerack.engine.training.rate import learning_rate
 from tunerack.engine.training.route import Document
+from tunerack.engine.training.scores import Scores
 from tunerack.spec.job import JobSpec
 
-State = Literal["preparing", "running", "succeeded", "failed", "cancelled"]
+State = Literal["preparing", "running", "paused", "succeeded", "failed", "cancelled"]
 LIVE: tuple[State, ...] = ("preparing", "running")
 
 
@@ -71,7 +72,7 @@ class History:
 
 
 class TrainingJob:
-    """State of a job between optimizer steps; everything that decides its future is in `spec` and `state_tensors`.
+    """State of a job between optimizer steps; what decides its future is in `spec`, `state_tensors`, `step`, `scores`.
 
     step: optimizer steps done; the batch of step n depends on the seed and n alone
     """
@@ -99,6 +100,7 @@ class TrainingJob:
         self.step = 0
         self.trained_tokens = 0
         self.metrics: dict[str, float] = {}
+        self.scores = Scores()
         self.optimizer = torch.optim.AdamW(
             [self._optimized()],
             lr=0.0,
@@ -115,7 +117,14 @@ class TrainingJob:
 
     @property
     def done(self) -> bool:
-        return self.step >= self.total_steps
+        return self.step >= self.total_steps or self.scores.stopped
+
+    @property
+    def evaluation_due(self) -> bool:
+        """The validation rows are to be scored at this step and have not been."""
+        every = self.spec.eval_steps or self.steps_per_epoch
+        due = self.step % every == 0 or self.step >= self.total_steps
+        return self.validation is not None and due and self.scores.step != self.step
 
     @property
     def epoch(self) -> int:

@@ -22,6 +22,7 @@ from tunerack.estimate.plan import resolve
 from tunerack.spec.job import JobSpec
 
 _WINDOW_STEPS = 20
+_PLAN_STEPS = 3
 _BEGIN_FILE = "begin.json"
 
 
@@ -44,6 +45,7 @@ class JobRecord:
         self.request = request
         self.state: State = "preparing"
         self.cancel_requested = False
+        self.pause_requested = False
         self.history = History()
         self.spec = request.spec
         self.report: Mapping[str, Any] | None = None
@@ -54,6 +56,7 @@ class JobRecord:
         self.trained_tokens = 0
         self.failure: Failure | None = None
         self.adapter: Mapping[str, str] | None = None
+        self.scores: Mapping[str, Any] = {}
         self.checkpoints: list[Checkpoint] = list_checkpoints(request.directory)
         self._recent: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
 
@@ -68,15 +71,22 @@ class JobRecord:
         return sum(tokens for _, tokens in self._recent) / seconds if seconds else 0.0
 
     @property
-    def eta_s(self) -> float | None:
-        """Seconds that the steps left will take at the pace of the last ones."""
-        if not self._recent or not self.live:
-            return None
-        return (self.total_steps - self.step) * sum(s for s, _ in self._recent) / len(self._recent)
+    def leaving(self) -> bool:
+        return self.cancel_requested or self.pause_requested
 
-    def start(self, job: TrainingJob, plan: Mapping[str, Any] | None) -> None:
-        """`plan` is what was predicted before the first step; None where no step was ever measured."""
-        self.plan = plan
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that the steps left will take: the plan's pace, which counts as much as `_PLAN_STEPS` measured
+        steps, corrected by the last ones."""
+        if self.state != "running" or not self.total_steps:
+            return None
+        planned = self.plan["predicted_s"]["mid"] / self.plan["steps"] if self.plan else None
+        seconds, steps = sum(s for s, _ in self._recent), float(len(self._recent))
+        if planned is not None:
+            seconds, steps = seconds + planned * _PLAN_STEPS, steps + _PLAN_STEPS
+        return (self.total_steps - self.step) * seconds / steps if steps else None
+
+    def start(self, job: TrainingJob) -> None:
         self.spec, self.total_steps, self.state = job.spec, job.total_steps, "running"
         self._copy(job)
 
@@ -98,29 +108,37 @@ class JobRecord:
         self.history.add(message, type="metrics", data=data)
 
     def evaluated(self, job: TrainingJob, loss: float) -> None:
+        self.scores = job.scores.to_json()
         data = {"step": job.step, "valid_loss": loss}
-        self.history.add(f"step {job.step}: validation loss {loss:.4f}", type="metrics", data=data)
+        before = " before training" if job.step == 0 else ""
+        self.history.add(f"step {job.step}: validation loss {loss:.4f}{before}", type="metrics", data=data)
+        if job.scores.stopped:
+            best = f"{job.scores.best_loss:.4f} of step {job.scores.best_step}" if job.scores.best_step else "any"
+            self.history.add(f"stopped early: {job.scores.stale} evaluations in a row were no better than {best}")
 
     def saved(self, checkpoint: Checkpoint) -> None:
         kept = [c for c in self.checkpoints if c.step != checkpoint.step and c.path.exists()]
         self.checkpoints = [checkpoint, *kept]
 
-    def succeed(self, job: TrainingJob, path: Path, version: str) -> None:
+    def succeed(self, job: TrainingJob, path: Path, result: Checkpoint) -> None:
         self._copy(job)
-        self.adapter = {"path": str(path), "version": version}
+        self.adapter = {"path": str(path), "version": result.version}
         self.state = "succeeded"
-        self.history.add(f"done after {job.step} steps; adapter {version[:19]}")
+        kept = f" of step {result.step}" if result.step != job.step else ""
+        self.history.add(f"done after {job.step} steps; adapter {result.version[:19]}{kept}")
 
     def fail(self, failure: Failure) -> None:
         self.failure, self.state = failure, "failed"
         self.history.add(failure.message, level="error")
 
-    def cancelled(self) -> None:
-        self.state = "cancelled"
-        self.history.add(f"cancelled after {self.step} steps")
+    def leave(self) -> None:
+        """Cancelled, or else paused."""
+        self.state = "cancelled" if self.cancel_requested else "paused"
+        self.history.add(f"{self.state} after {self.step} steps")
 
     def _copy(self, job: TrainingJob) -> None:
         self.step, self.epoch, self.trained_tokens = job.step, job.epoch, job.trained_tokens
+        self.scores = job.scores.to_json()
 
     def to_json(self, after: int = 0) -> dict[str, Any]:
         """The status that control reads; events with seq > after only."""
@@ -137,6 +155,7 @@ class JobRecord:
             "spec": self.spec.to_json(),
             "report": self.report,
             "plan": self.plan,
+            "scores": self.scores,
             "error": asdict(self.failure) if self.failure else None,
             "adapter": self.adapter,
             "events": [asdict(event) for event in self.history.events[after:]],

@@ -15,17 +15,19 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from tunerack.engine.base import BaseModel
 from tunerack.engine.training.calibration import measure_rate
-from tunerack.engine.training.checkpoint import Checkpoint, choose, list_checkpoints, restore, write_checkpoint
+from tunerack.engine.training.checkpoint import Checkpoint, choose, restore, write_checkpoint
 from tunerack.engine.training.job import Failure, TrainingJob
 from tunerack.engine.training.microbatch import MicroBatch, pack, run_pass
 from tunerack.engine.training.plan import predict
 from tunerack.engine.training.record import JobRecord, JobRequest, build_job
+from tunerack.engine.training.result import choose_result, failure_of
+from tunerack.engine.training.smoke import smoke_step
 from tunerack.errors import TunerackError
-from tunerack.estimate.plan import Rate
+from tunerack.estimate.plan import SPREAD, Rate
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Trainer:
         self._lock = threading.RLock()
         self._rate: Rate | None = None
         self._membership_changed = False
+        self._checkpoint_wanted = False
         self._steps_since_checkpoint = 0
         self._work = self._run()
         # Told to do each unit of work in place of `advance`; a profile watches that way.
@@ -74,6 +77,13 @@ class Trainer:
             if new:
                 self._arrivals.append(new)
             return [self.records[r.job_id] for r in requests]
+
+    def pause(self, job_id: str) -> JobRecord | None:
+        """Ask a job to leave at the next border, saved, so that it can be submitted again later."""
+        record = self.records.get(job_id)
+        if record is not None:
+            record.pause_requested = True
+        return record
 
     def cancel(self, job_id: str) -> JobRecord | None:
         """Ask a job to end at the next border."""
@@ -121,22 +131,22 @@ class Trainer:
                 yield from self._round()
             except Exception as error:
                 log.exception("a round of training failed")
-                self._at_border(functools.partial(self._drop_all, _failure_of(error)))
+                self._at_border(functools.partial(self._drop_all, failure_of(error)))
 
     def _round(self) -> Iterator[None]:
         yield from self._admit()
-        self._remove_cancelled()
+        self._at_border(self._remove_leaving)
         if self._membership_changed:
             self._at_border(self._checkpoint_all)
             self._membership_changed = False
-        # A job can come back from a checkpoint that was its last.
+        # Before the next step, so that a job that was stopped between a step and its evaluation does not miss it.
+        yield from self._evaluate()
+        self._at_border(self._checkpoint_due)
         self._at_border(self._finish_done)
         if not self._jobs:
             yield
             return
         yield from self._joint_step()
-        yield from self._evaluate()
-        self._at_border(self._checkpoint_due)
 
     def _admit(self) -> Iterator[None]:
         while self._arrivals:
@@ -154,25 +164,43 @@ class Trainer:
                     self._fail(request.job_id, Failure("internal_error", f"{type(error).__name__}: {error}"))
                 yield
             checkpoints = choose({name: job.directory for name, job in built.items()})
+            ready = {}
             for name, job in built.items():
-                self._start(job, checkpoints[name])
-            yield
+                if self._ready(job, checkpoints[name]):
+                    ready[name] = job
+                yield
+            self._at_border(functools.partial(self._join, ready))
 
-    def _start(self, job: TrainingJob, checkpoint: Checkpoint | None) -> None:
+    def _ready(self, job: TrainingJob, checkpoint: Checkpoint | None) -> bool:
+        """Bring a job to where it was and run its longest pass once; one that can't go on fails here, alone."""
         record = self.records[job.name]
         if checkpoint is not None:
             if checkpoint.data_digest != job.dataset.digest:
                 message = "the training rows are no longer the ones this job began with; submit a new job"
                 self._fail(job.name, Failure("invalid_training_file", message, "training_file"))
-                return
+                return False
             restore(job, checkpoint)
             record.history.add(f"resumed from the checkpoint of step {job.step}")
         else:
             count = job.parameters.values.numel()
             record.history.add(f"training {count:,} parameters for {job.total_steps} steps")
-        self._jobs = dict(sorted({**self._jobs, job.name: job}.items()))
-        record.start(job, predict(self.base, self._rate, job.spec, job.dataset) if self._rate else None)
-        self._membership_changed = True
+        try:
+            outcome = smoke_step(self.base, job, self.micro_batch_tokens)
+        except Exception as error:
+            outcome = failure_of(error)
+        if isinstance(outcome, Failure):
+            self._fail(job.name, outcome)
+            return False
+        record.history.add(outcome.message(), data={"smoke": asdict(outcome)})
+        rate = self._rate or Rate(0.0, outcome.seconds / outcome.tokens, "calibrated here", SPREAD["prior"])
+        record.plan = predict(self.base, rate, job.spec, job.dataset)
+        return True
+
+    def _join(self, jobs: Mapping[str, TrainingJob]) -> None:
+        self._jobs = dict(sorted({**self._jobs, **jobs}.items()))
+        for name, job in jobs.items():
+            self.records[name].start(job)
+        self._membership_changed = self._membership_changed or bool(jobs)
 
     def _joint_step(self) -> Iterator[None]:
         documents = {name: job.documents() for name, job in self._jobs.items()}
@@ -196,7 +224,7 @@ class Trainer:
         for job in self._jobs.values():
             job.parameters.gradients.zero_()
         if len(self._jobs) == 1:
-            self._at_border(lambda: self._drop(next(iter(self._jobs)), _failure_of(error)))
+            self._at_border(lambda: self._drop(next(iter(self._jobs)), failure_of(error)))
             return
         together = self._jobs
         for name, job in list(together.items()):
@@ -223,26 +251,31 @@ class Trainer:
         self._steps_since_checkpoint += 1
 
     def _evaluate(self) -> Iterator[None]:
-        """The loss on the validation rows of each job that has just ended an epoch, or its training."""
-        due = {
-            name: job.validation_documents()
-            for name, job in self._jobs.items()
-            if job.validation and (job.done or job.step % job.steps_per_epoch == 0)
-        }
+        """The loss on the validation rows of each job whose step asks for it; before the first step, the base's."""
+        due = {name: job.validation_documents() for name, job in self._jobs.items() if job.evaluation_due}
         sums = _Sums.of(due)
         for name, rows in due.items():
             sums.denominator[name] = sum(sum(d.weights) for d in rows)
         for batch in pack(due, self.micro_batch_tokens):
             self._pass(batch, sums, training=False)
             yield
-        for name in due:
-            loss = sums.loss[name] / sums.denominator[name]
-            self._jobs[name].metrics["valid_loss"] = loss
-            self.records[name].evaluated(self._jobs[name], loss)
+        self._at_border(lambda: self._take_scores({name: sums.loss[name] / sums.denominator[name] for name in due}))
+
+    def _take_scores(self, losses: Mapping[str, float]) -> None:
+        for name, loss in losses.items():
+            job = self._jobs[name]
+            better = job.scores.take(job.step, loss, patience=job.spec.early_stopping_patience)
+            if job.step:
+                job.metrics["valid_loss"] = loss
+            self.records[name].evaluated(job, loss)
+            # The best state is on disk before the next step leaves it.
+            self._checkpoint_wanted = self._checkpoint_wanted or better
 
     def _checkpoint_due(self) -> None:
         done = any(job.done for job in self._jobs.values())
-        if done or any(self._steps_since_checkpoint >= int(j.spec.checkpoint_steps) for j in self._jobs.values()):
+        steps = self._steps_since_checkpoint
+        regular = any(steps >= int(j.spec.checkpoint_steps) for j in self._jobs.values())
+        if self._checkpoint_wanted or regular or (done and steps):
             self._checkpoint_all()
 
     def _finish_done(self) -> None:
@@ -250,26 +283,30 @@ class Trainer:
             self._finish(job)
 
     def _finish(self, job: TrainingJob) -> None:
-        """The last checkpoint's adapter is the result; one that adds nothing to the base is not called a success."""
-        record = self.records[job.name]
-        if not job.parameters.changed:
-            self._drop(job.name, Failure("no_learning", "the adapter is unchanged after training: nothing was learned"))
+        """The last checkpoint's adapter, or the best one's, is the result, unless it is worth nothing."""
+        result = choose_result(job)
+        if isinstance(result, Failure):
+            self._drop(job.name, result)
             return
-        newest = list_checkpoints(job.directory)[0]
         target = job.directory / ADAPTER_FOLDER
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        for file in newest.path.glob("adapter_*"):
+        for file in result.path.glob("adapter_*"):
             shutil.copyfile(file, target / file.name)
         del self._jobs[job.name]
         self._membership_changed = bool(self._jobs)
-        record.succeed(job, target, newest.version)
+        self.records[job.name].succeed(job, target, result)
 
-    def _remove_cancelled(self) -> None:
-        for name in [n for n in self._jobs if self.records[n].cancel_requested]:
-            del self._jobs[name]
-            self._membership_changed = True
-            self.records[name].cancelled()
+    def _remove_leaving(self) -> None:
+        """Cancelled jobs go; paused ones are saved first."""
+        leaving = [name for name in self._jobs if self.records[name].leaving]
+        if any(self.records[name].pause_requested for name in leaving):
+            self._checkpoint_all()
+        for name in leaving:
+            if name in self._jobs:
+                del self._jobs[name]
+                self._membership_changed = bool(self._jobs)
+                self.records[name].leave()
 
     def _checkpoint_all(self) -> None:
         border, group = uuid.uuid4().hex, {name: job.step for name, job in self._jobs.items()}
@@ -286,6 +323,7 @@ class Trainer:
             else:
                 self.records[name].saved(checkpoint)
         self._steps_since_checkpoint = 0
+        self._checkpoint_wanted = False
 
     def _at_border(self, action: Callable[[], None]) -> None:
         with self._lock:
@@ -302,10 +340,3 @@ class Trainer:
 
     def _fail(self, name: str, failure: Failure) -> None:
         self.records[name].fail(failure)
-
-
-def _failure_of(error: BaseException) -> Failure:
-    text = str(error)
-    if isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text.lower():
-        return Failure("out_of_memory", f"the pass did not fit: {text}; lower batch_size or seq_len")
-    return Failure("internal_error", f"{type(error).__name__}: {text}")
