@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tunerack.engine.training import checkpoint as checkpoints
 from tunerack.engine.training import result as results
 from tunerack.engine.training import smoke
 from tunerack.engine.training import trainer as trainers
+from tunerack.engine.training.route import Document
 from tunerack.engine.training.scores import Scores
 from tunerack.engine.training.smoke import gradient_faults, longest_batch, smoke_step
 
@@ -60,9 +63,8 @@ def test_the_longest_pass_leaves_a_resumed_job_as_it_was(tiny, tmp_path):
 def test_the_longest_pass_is_the_longest(tiny, tmp_path):
     job = built(tiny, request_of("a", tmp_path, spec_of(batch_size=3), rows=9))
     lengths = sorted((len(d.tokens) for d in longest_batch(job, 10_000)["a"]), reverse=True)
-    every = sorted((len(e.ids) for e in job.dataset.examples), reverse=True)
-    assert len(lengths) == 3
-    assert lengths[0] in (every[0], every[0] - 1)
+    every = sorted((len(Document.of(0, e.ids, e.weights).tokens) for e in job.dataset.examples), reverse=True)
+    assert lengths == every[:3]
     assert len(longest_batch(job, 1)["a"]) == 1
 
 
@@ -191,9 +193,11 @@ def test_a_stop_between_a_step_and_its_evaluation_does_not_lose_the_evaluation(t
 
 
 def test_worse_than_the_base_is_not_called_a_success(tiny, tmp_path):
-    """Trained on other rows at a rate that ruins it; both losses are told and the checkpoint stays."""
-    spec = spec_of(learning_rate=0.9, lr_schedule="constant", warmup_steps=0, max_grad_norm=1e9, n_epochs=1)
-    request = request_of("a", tmp_path, spec, validation=3)
+    """Held-out rows with an answer that is never trained: both losses are told and the checkpoint stays."""
+    request = request_of("a", tmp_path, spec_of(learning_rate=2e-2, n_epochs=3), validation=1)
+    user = {"role": "user", "content": "red blue"}
+    answer = {"role": "assistant", "content": "photosynthesis paragraph Wednesday geography"}
+    request.validation_path.write_text(json.dumps({"messages": [user, answer]}))
     trainer = run(tiny, [request])
     record = trainer.records["a"]
     assert (record.state, record.failure.code) == ("failed", "worse_than_base")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from tunerack.data.dataset import Example
 from tunerack.engine.base import BaseModel
 from tunerack.engine.training.job import Failure, TrainingJob
 from tunerack.engine.training.microbatch import MicroBatch, pack, run_pass
@@ -77,10 +79,15 @@ def smoke_step(base: BaseModel, job: TrainingJob, budget_tokens: int) -> SmokeSt
 
 def longest_batch(job: TrainingJob, budget_tokens: int) -> MicroBatch:
     """The micro-batch with the most tokens that one step of the job could have."""
-    examples = sorted(job.dataset.examples, key=lambda e: len(e.ids), reverse=True)[: job.batch_size]
+    examples = heapq.nlargest(job.batch_size, job.dataset.examples, key=_read_tokens)
     documents = [Document.of(row, e.ids, e.weights) for row, e in enumerate(examples)]
     batches = pack({job.name: documents}, budget_tokens)
     return max(batches, key=lambda batch: sum(len(d.tokens) for d in batch[job.name]))
+
+
+def _read_tokens(example: Example) -> int:
+    """Tokens that a pass reads of a row; see `Document`."""
+    return max(i for i, weight in enumerate(example.weights) if weight)
 
 
 def gradient_faults(parameters: AdapterParameters) -> Mapping[str, str]:
