@@ -196,7 +196,8 @@ def test_worse_than_the_base_is_not_called_a_success(tiny, tmp_path):
     """Held-out rows with an answer that is never trained: both losses are told and the checkpoint stays."""
     request = request_of("a", tmp_path, spec_of(learning_rate=2e-2, n_epochs=3), validation=1)
     user = {"role": "user", "content": "red blue"}
-    answer = {"role": "assistant", "content": "photosynthesis paragraph Wednesday geography"}
+    # So long that the end mark, which is learnt, hardly counts.
+    answer = {"role": "assistant", "content": " ".join(f"photosynthesis paragraph {n} Wednesday" for n in range(12))}
     request.validation_path.write_text(json.dumps({"messages": [user, answer]}))
     trainer = run(tiny, [request])
     record = trainer.records["a"]
