@@ -18,6 +18,7 @@ from tunerack.engine.experts import StackedLinear
 from tunerack.engine.layers import LayerBuilder
 from tunerack.engine.tokenizer import Tokenizer
 from tunerack.engine.weights import Weights
+from tunerack.errors import Invalid
 from tunerack.methods.gate import BaseIdentity
 from tunerack.methods.identity import read_safetensors_index
 from tunerack.methods.lora import LoraConfig

@@ -99,6 +99,10 @@ class AdapterParameters:
         """The weights under PEFT's names, A [rank, in] and B [out, rank]."""
         return {name: stored for name, (_, stored) in self._named().items()}
 
+    def views(self) -> dict[str, Tensor]:
+        """The weights under PEFT's names, as views into `values`; those of experts have three dimensions."""
+        return {name: view for name, (view, _) in self._named().items()}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over weights saved by `tensors`; raises KeyError when one is missing."""
         with torch.no_grad():

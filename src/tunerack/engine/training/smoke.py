@@ -50,7 +50,7 @@ def smoke_step(base: BaseModel, job: TrainingJob, budget_tokens: int) -> SmokeSt
     before = _used_bytes(base.decoder.device)
     started = time.perf_counter()
     parameters = job.parameters
-    zero = [tensor for tensor in parameters.tensors().values() if not bool(tensor.any())]
+    zero = [tensor for tensor in parameters.views().values() if not bool(tensor.any())]
     generator = torch.Generator().manual_seed(0)
     try:
         for tensor in zero:
@@ -93,7 +93,7 @@ def _read_tokens(example: Example) -> int:
 def gradient_faults(parameters: AdapterParameters) -> Mapping[str, str]:
     """Trained tensors whose gradient is missing (all zero) or not finite, by name."""
     faults = {}
-    for name, tensor in parameters.tensors().items():
+    for name, tensor in parameters.views().items():
         offset = tensor.storage_offset() - parameters.values.storage_offset()
         gradient = parameters.gradients.as_strided(tensor.shape, tensor.stride(), offset)
         if not bool(torch.isfinite(gradient).all()):
