@@ -140,6 +140,8 @@ def test_options_win() -> None:
         ("model_name_or_path: x\nfinetuning_type: lora\nquantization_bit: 2\n", "quantization_bit 2 is not estimated"),
         ("base_model: x\noptimizer: muon\n", "optimizer 'muon' is not estimated"),
         ("base_model: x\nadapter: lora\nlora_r: -8\n", "is -8; the least is 1"),
+        ("base_model: x\nadapter: lora\npeft_use_dora: true\n", "DoRA is not estimated"),
+        ("model_name_or_path: x\nfinetuning_type: lora\nstage: dpo\n", "'dpo' is not estimated"),
         ("base_model: x\nadapter: ia3\n", "'ia3' is none of full, lora, qlora"),
     ],
 )

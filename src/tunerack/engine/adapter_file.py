@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ class AdapterWeights:
     """An adapter that passed the gate: per full module name its rank and scale, A [rank, in] and B [out, rank].
 
     Of experts, A is [experts · rank, in] and B [out, rank · experts].
+    magnitude: [out] per module, for DoRA only
     """
 
     version: str
@@ -39,15 +40,21 @@ class AdapterWeights:
     modules: Mapping[str, ModuleLora]
     a: Mapping[str, Tensor]
     b: Mapping[str, Tensor]
+    magnitude: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
-        return sum(t.numel() for t in (*self.a.values(), *self.b.values()))
+        return sum(t.numel() for t in (*self.a.values(), *self.b.values(), *self.magnitude.values()))
 
 
 def tensor_name(module: str, side: str) -> str:
     """PEFT's name of one tensor; side is "A" or "B"."""
     return f"base_model.model.{module}.lora_{side}.weight"
+
+
+def magnitude_name(module: str) -> str:
+    """PEFT's name of the lengths of DoRA."""
+    return f"base_model.model.{module}.lora_magnitude_vector"
 
 
 def read_adapter(directory: Path, base: BaseIdentity, dtype: torch.dtype = torch.float32) -> AdapterWeights:
@@ -63,7 +70,8 @@ def read_adapter(directory: Path, base: BaseIdentity, dtype: torch.dtype = torch
                 tensor = file.get_tensor(name).to(dtype)
                 if not bool(torch.isfinite(tensor).all()):
                     problems.append(Problem(f"{name} holds values that are not finite", WEIGHTS_FILE))
-                tensors[name.removeprefix("base_model.model.").replace(".default.", ".")] = tensor
+                plain = name.removeprefix("base_model.model.").replace(".default.", ".")
+                tensors[plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")] = tensor
     except SafetensorError as error:
         raise Invalid(f"can't be read: {error}", where=WEIGHTS_FILE, code="adapter_refused") from None
     if problems:
@@ -74,6 +82,7 @@ def read_adapter(directory: Path, base: BaseIdentity, dtype: torch.dtype = torch
         modules=modules,
         a={module: tensors[f"{stored_module(module, config)}.lora_A.weight"] for module in modules},
         b={module: tensors[f"{stored_module(module, config)}.lora_B.weight"] for module in modules},
+        magnitude={module: tensors[f"{module}.lora_magnitude_vector"] for module in modules} if config.use_dora else {},
     )
 
 

@@ -13,6 +13,7 @@ from tunerack.methods.stacked import stored_module, with_parameters
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"^(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
+_MAGNITUDE = re.compile(r"^(?P<module>.+)\.lora_(?P<side>magnitude_vector)(?:(?:\.default)?\.weight)?$")
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -35,9 +36,11 @@ class BaseIdentity:
             lora.rank * sum(self.modules[module]) * self.experts.get(module, 1) for module, lora in selected.items()
         )
 
-    def shape(self, module: str, rank: int, side: str) -> tuple[int, int]:
-        """Of A or B in a file."""
+    def shape(self, module: str, rank: int, side: str) -> tuple[int, ...]:
+        """Of A, B or DoRA's magnitude_vector in a file."""
         n_in, n_out = self.modules[module]
+        if side == "magnitude_vector":
+            return (n_out,)
         inner = rank * self.experts.get(module, 1)
         return (inner, n_in) if side == "A" else (n_out, inner)
 
@@ -51,7 +54,8 @@ def check_adapter(config: LoraConfig, index: TensorIndex, base: BaseIdentity) ->
     named = {stored_module(name, config): name for name in base.modules if name in selected or not is_parameter(name)}
     found: dict[tuple[str, str], str] = {}
     for name, entry in index.tensors.items():
-        match = _TENSOR.match(name.removeprefix(_PREFIX))
+        plain = name.removeprefix(_PREFIX)
+        match = _TENSOR.match(plain) or (_MAGNITUDE.match(plain) if config.use_dora else None)
         if match is None:
             problems.append(Problem(f"{name} is not a LoRA weight; it would be left out", WEIGHTS_FILE))
             continue
@@ -67,12 +71,13 @@ def check_adapter(config: LoraConfig, index: TensorIndex, base: BaseIdentity) ->
             shape = base.shape(module, selected[module].rank, side)
             if entry.shape != shape:
                 problems.append(Problem(f"{name} has shape {list(entry.shape)}, not {list(shape)}", WEIGHTS_FILE))
+    sides = ("A", "B", "magnitude_vector") if config.use_dora else ("A", "B")
     for module in selected:
-        missing = [f"lora_{side}" for side in "AB" if (module, side) not in found]
+        missing = [f"lora_{side}" for side in sides if (module, side) not in found]
         known = any(
             name.removeprefix(_PREFIX).startswith(f"{stored_module(module, config)}.lora_") for name in index.tensors
         )
-        if missing and not (known and len(missing) == 2):
+        if missing and not (known and len(missing) == len(sides)):
             problems.append(Problem(f"{module} is a target but has no {' and '.join(missing)}", WEIGHTS_FILE))
     if not selected and not problems:
         problems.append(Problem("selects no layer of this base model", f"{CONFIG_FILE}: target_modules"))

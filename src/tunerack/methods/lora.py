@@ -30,7 +30,10 @@ class ModuleLora:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What `adapter_config.json` says, as far as it decides the result."""
+    """What `adapter_config.json` says, as far as it decides the result.
+
+    loraplus_ratio: of training alone; the file doesn't hold it
+    """
 
     rank: int
     alpha: float
@@ -43,6 +46,8 @@ class LoraConfig:
     target_parameters: tuple[str, ...] = ()
     dropout: float = 0.0
     base_model: str | None = None
+    use_dora: bool = False
+    loraplus_ratio: float = 1.0
 
     @classmethod
     def from_spec(cls, spec: LoraSpec, *, base_model: str) -> LoraConfig:
@@ -55,6 +60,8 @@ class LoraConfig:
             alpha_pattern=dict(spec.alpha_pattern),
             dropout=spec.dropout,
             base_model=base_model,
+            use_dora=spec.use_dora,
+            loraplus_ratio=spec.loraplus_ratio,
         )
 
     def targets(self, module: str) -> bool:
@@ -87,13 +94,15 @@ class LoraConfig:
 
     def deciding_values(self) -> dict[str, Any]:
         """The fields that decide what the adapter computes, in a form that hashes the same everywhere."""
-        return {
+        values: dict[str, Any] = {
             "rank": self.rank,
             "alpha": float(self.alpha),
             "use_rslora": self.use_rslora,
             "rank_pattern": dict(sorted(self.rank_pattern.items())),
             "alpha_pattern": {key: float(value) for key, value in sorted(self.alpha_pattern.items())},
         }
+        # Left out where it is off, so that plain adapters keep the versions they had before DoRA was known.
+        return {**values, "use_dora": True} if self.use_dora else values
 
     def to_peft(self) -> dict[str, Any]:
         """The content of `adapter_config.json` that stock PEFT loads."""
@@ -115,7 +124,7 @@ class LoraConfig:
             "alpha_pattern": dict(self.alpha_pattern),
             "layers_to_transform": list(self.layers) if self.layers is not None else None,
             "bias": "none",
-            "use_dora": False,
+            "use_dora": self.use_dora,
             "fan_in_fan_out": False,
             "init_lora_weights": True,
             "modules_to_save": None,
@@ -175,6 +184,7 @@ _READ = frozenset(
         "layers_to_transform",
         "init_lora_weights",
         "bias",
+        "use_dora",
     }
 )
 # These start from a changed base; their plain files are only right on that changed base.
@@ -207,6 +217,7 @@ def read_peft_config(config: Mapping[str, Any]) -> LoraConfig:
         target_parameters=tuple(sorted(config.get("target_parameters") or ())),
         dropout=float(config.get("lora_dropout") or 0.0),
         base_model=config.get("base_model_name_or_path"),
+        use_dora=bool(config.get("use_dora")),
     )
 
 

@@ -57,12 +57,18 @@ RANGES: Mapping[str, Range] = {
     "rank": Range(1, 1024),
     "alpha": Range(0, open_low=True),
     "dropout": Range(0, 1, open_high=True),
+    "loraplus_ratio": Range(0, 1000, open_low=True),
     "rank_pattern": Range(1, 1024),
     "alpha_pattern": Range(0, open_low=True),
 }
 
 # Names that PEFT and others use for fields of LoraSpec.
-LORA_ALIASES: Mapping[str, str] = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+LORA_ALIASES: Mapping[str, str] = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "loraplus_lr_ratio": "loraplus_ratio",
+}
 
 
 @dataclass(frozen=True)

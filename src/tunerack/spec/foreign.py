@@ -103,12 +103,30 @@ def _strategy(source: Source) -> str | None:
     return "fsdp" if source.take("fsdp", "fsdp_config") else None
 
 
+def _refuse_unestimated(source: Source) -> None:
+    """What would change memory or time and has no estimate; LoRA+ and rsLoRA change neither."""
+    found = [
+        Problem("DoRA is not estimated", name, "leave it out: plain LoRA of the same rank takes a little less")
+        for name in ("use_dora", "peft_use_dora")
+        if source.flag(name)
+    ]
+    for name in ("stage", "rl"):
+        value = str(source.take(name, default="sft")).lower()
+        if value not in ("sft", "pt"):
+            found.append(Problem(f"{value!r} is not estimated", name, "only supervised training is"))
+    for name in ("use_rslora", "peft_use_rslora", "loraplus_lr_ratio"):
+        source.take(name)
+    if found:
+        raise Invalid(found, param=found[0].where)
+
+
 def _batch(source: Source, micro: Any, accumulation: Any) -> dict[str, Any]:
     micro_batch = int(micro if micro is not None else 1)
     return {"micro_batch": micro_batch, "batch_size": micro_batch * int(accumulation or 1)}
 
 
 def _axolotl(source: Source) -> dict[str, Any]:
+    _refuse_unestimated(source)
     adapter = source.take("adapter")
     four, eight = source.flag("load_in_4bit"), source.flag("load_in_8bit")
     datasets = source.take("datasets")
@@ -143,6 +161,7 @@ def _axolotl(source: Source) -> dict[str, Any]:
 
 
 def _llama_factory(source: Source) -> dict[str, Any]:
+    _refuse_unestimated(source)
     kind = str(source.take("finetuning_type", default="lora")).lower()
     if kind not in ("lora", "full"):
         raise Invalid(
@@ -175,6 +194,7 @@ def _llama_factory(source: Source) -> dict[str, Any]:
 
 
 def _trl(source: Source) -> dict[str, Any]:
+    _refuse_unestimated(source)
     peft = source.flag("use_peft") or source.take("lora_r") is not None
     four, eight = source.flag("load_in_4bit"), source.flag("load_in_8bit")
     implementation = source.take("attn_implementation", default="sdpa")

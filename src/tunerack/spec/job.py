@@ -26,6 +26,8 @@ class LoraSpec:
     dropout: probability that an input feature of an adapted layer is dropped in training
     target_modules: names of the adapted linear layers; "all-linear" stands for every one
     use_rslora: scale by alpha/sqrt(r)
+    use_dora: train the length of each row of the adapted weight too (DoRA, arXiv 2402.09353)
+    loraplus_ratio: learning rate of B and of DoRA's lengths, as a multiple of that of A (LoRA+, arXiv 2402.12354)
     rank_pattern: other ranks for modules whose full name matches the key, as PEFT matches it
     alpha_pattern: other alphas for modules whose full name matches the key
     """
@@ -35,6 +37,8 @@ class LoraSpec:
     dropout: float = 0.0
     target_modules: tuple[str, ...] = LINEAR_MODULES
     use_rslora: bool = False
+    use_dora: bool = False
+    loraplus_ratio: float = 1.0
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 

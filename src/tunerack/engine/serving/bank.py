@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tunerack.engine.adapter_file import AdapterWeights
-from tunerack.engine.linear import AdaptableLinear
+from tunerack.engine.linear import AdaptableLinear, dense
+from tunerack.engine.magnitude import row_norms
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Part:
     end: int
     rank_begin: int
     rank_end: int
+    has_magnitude: bool = False
 
 
 # Per group index, the adapted projections: two adapters with the same layout differ in their numbers only.
@@ -38,11 +40,13 @@ class GroupStack:
     """All adapters of a layout for one group: a [slots, sum of ranks, in]; b per part [slots, rank, out], scaled.
 
     The ranks of experts lie expert by expert: [slots, experts · rank, ...].
+    factors: for DoRA, per part [slots, out], what the base product is multiplied with; the b of a part holds it too
     """
 
     parts: tuple[Part, ...]
     a: Tensor
     b: list[Tensor]
+    factors: list[Tensor]
 
 
 @dataclass
@@ -57,6 +61,7 @@ class Stack:
         for group in self.groups.values():
             group.a = _grown(group.a, capacity)
             group.b = [_grown(b, capacity) for b in group.b]
+            group.factors = [_grown(factor, capacity) for factor in group.factors]
         self.free += range(capacity - 1, self.capacity - 1, -1)
         self.capacity = capacity
 
@@ -108,10 +113,16 @@ class AdapterBank:
         if stack is None:
             stack = self._stacks[layout] = self._empty_stack(layout)
         slot = stack.take()
-        for group in stack.groups.values():
-            for part, b in zip(group.parts, group.b, strict=True):
-                group.a[slot, part.rank_begin : part.rank_end] = weights.a[part.module]
-                b[slot] = _rows_of_b(weights, part.module) * weights.modules[part.module].scale
+        for index, group in stack.groups.items():
+            for i, part in enumerate(group.parts):
+                a, b, scale = weights.a[part.module], weights.b[part.module], weights.modules[part.module].scale
+                group.a[slot, part.rank_begin : part.rank_end] = a
+                group.b[i][slot] = _rows_of_b(weights, part.module) * scale
+                if part.has_magnitude:
+                    rows = dense(self._groups[index].weight)[part.begin : part.end]
+                    factor = weights.magnitude[part.module].float() / row_norms(rows, a, b, scale)
+                    group.factors[i][slot] = factor
+                    group.b[i][slot] *= factor
         adapter = ServedAdapter(name, weights, stack, slot)
         with self._lock:
             self.unload(name)
@@ -148,8 +159,8 @@ class AdapterBank:
         # An idle slot may be computed along with its neighbours; zeros keep it from spreading what it held.
         for group in stack.groups.values():
             group.a[adapter.slot] = 0
-            for b in group.b:
-                b[adapter.slot] = 0
+            for tensor in (*group.b, *group.factors):
+                tensor[adapter.slot] = 0
         if len(stack.free) == stack.capacity:
             self._stacks = {layout: s for layout, s in self._stacks.items() if s is not stack}
 
@@ -161,7 +172,8 @@ class AdapterBank:
                 lora = weights.modules.get(projection.module)
                 if lora is not None:
                     rows = lora.rank * group.n_experts
-                    parts.append(Part(projection.module, projection.begin, projection.end, used, used + rows))
+                    begin, end, dora = projection.begin, projection.end, projection.module in weights.magnitude
+                    parts.append(Part(projection.module, begin, end, used, used + rows, dora))
                     used += rows
             if parts:
                 layout.append((group.index, tuple(parts)))
@@ -174,7 +186,8 @@ class AdapterBank:
             zeros = functools.partial(torch.zeros, dtype=weight.dtype, device=weight.device)
             a = zeros(0, parts[-1].rank_end, self._groups[index].in_features)
             b = [zeros(0, p.rank_end - p.rank_begin, p.end - p.begin) for p in parts]
-            groups[index] = GroupStack(parts, a, b)
+            factors = [zeros(0, p.end - p.begin) for p in parts if p.has_magnitude]
+            groups[index] = GroupStack(parts, a, b, factors)
         return Stack(groups)
 
 

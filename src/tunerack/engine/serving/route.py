@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tunerack.engine.experts import ExpertLora, Experts, ExpertUpdate, StackedLinear, apply_experts
 from tunerack.engine.linear import AdaptableLinear
-from tunerack.engine.serving.bank import GroupStack, ServedAdapter, Stack
+from tunerack.engine.serving.bank import GroupStack, Part, ServedAdapter, Stack
 
 # With more rows than this, one adapter's own product is cheaper than its share of a batched one.
 GATHERED_ROWS = 2
@@ -52,9 +52,9 @@ class ServingRoute:
         for item in self._segments:
             stacked = item.adapter.stack.groups.get(group.index)
             if stacked is not None:
-                _add_segment(stacked, item.adapter.slot, x[item.begin : item.end], y[item.begin : item.end])
+                _add_segment(group, stacked, item.adapter.slot, x[item.begin : item.end], y[item.begin : item.end])
         for gather in self._gathers:
-            gather.add(group.index, x, y)
+            gather.add(group, x, y)
         return y
 
     def apply_experts(self, experts: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -76,10 +76,21 @@ def _expert_lora(item: Range, layer: StackedLinear) -> ExpertLora | None:
     return ExpertLora(a, stacked.b[0][slot].unflatten(0, (layer.n_experts, -1)).transpose(1, 2), 1.0)
 
 
-def _add_segment(stacked: GroupStack, slot: int, x: Tensor, y: Tensor) -> None:
+def _add_segment(group: AdaptableLinear, stacked: GroupStack, slot: int, x: Tensor, y: Tensor) -> None:
+    for part, factors in zip(stacked.parts, stacked.factors, strict=False):
+        _rescale(group, part, factors[slot], y[:, part.begin : part.end])
     h = x @ stacked.a[slot].T
     for part, b in zip(stacked.parts, stacked.b, strict=True):
         y[:, part.begin : part.end].addmm_(h[:, part.rank_begin : part.rank_end], b[slot])
+
+
+def _rescale(group: AdaptableLinear, part: Part, factor: Tensor, y: Tensor) -> None:
+    """DoRA: y -= bias; y *= factor; y += bias, in place; y [rows, columns of the part]."""
+    if group.bias is None:
+        y.mul_(factor)
+    else:
+        bias = group.bias[part.begin : part.end]
+        y.sub_(bias).mul_(factor).add_(bias)
 
 
 class _Gather:
@@ -120,10 +131,16 @@ class _Gather:
         self._cell_index = torch.tensor(self._cells, device=device)
         self._copies: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
-    def add(self, index: int, x: Tensor, y: Tensor) -> None:
+    def add(self, group: AdaptableLinear, x: Tensor, y: Tensor) -> None:
+        index = group.index
         stacked = self._stack.groups.get(index)
         if stacked is None:
             return
+        for part, factors in zip(stacked.parts, stacked.factors, strict=False):
+            columns = y[:, part.begin : part.end]
+            rows = columns[self._row_index]
+            _rescale(group, part, factors[self._selection].repeat_interleave(self._width, 0)[self._cell_index], rows)
+            columns[self._row_index] = rows
         first = self._rows[0]
         a, bs = self._weights(index, stacked)
         rows = x[first : first + self._n_cells] if self._exact else x.index_select(0, self._grid)

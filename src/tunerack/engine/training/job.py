@@ -102,7 +102,7 @@ class TrainingJob:
         self.metrics: dict[str, float] = {}
         self.scores = Scores()
         self.optimizer = torch.optim.AdamW(
-            [self._optimized()],
+            self._optimized(),
             lr=0.0,
             betas=(spec.adam_beta1, spec.adam_beta2),
             eps=spec.adam_epsilon,
@@ -110,10 +110,14 @@ class TrainingJob:
             fused=True,
         )
 
-    def _optimized(self) -> torch.nn.Parameter:
-        flat = torch.nn.Parameter(self.parameters.values)
-        flat.grad = self.parameters.gradients
-        return flat
+    def _optimized(self) -> list[dict[str, Any]]:
+        """One group per learning rate, each with its part of the flat buffer."""
+        groups = []
+        for rates in self.parameters.rate_groups:
+            part = torch.nn.Parameter(self.parameters.values[rates.begin : rates.end])
+            part.grad = self.parameters.gradients[rates.begin : rates.end]
+            groups.append({"params": [part], "factor": rates.factor})
+        return groups
 
     @property
     def done(self) -> bool:
@@ -162,7 +166,8 @@ class TrainingJob:
             warmup_steps=int(self.spec.warmup_steps),
             schedule=self.spec.lr_schedule,
         )
-        self.optimizer.param_groups[0]["lr"] = rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
         self.optimizer.step()
         gradients.zero_()
         self.step += 1
@@ -171,15 +176,18 @@ class TrainingJob:
         return StepResult(loss, norm, rate, tokens)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Optimizer state by name."""
-        state = self.optimizer.state[self.optimizer.param_groups[0]["params"][0]]
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        """Optimizer state by name; with several learning rates the later groups' names begin with their number."""
+        return {
+            name if i == 0 else f"{i}.{name}": value
+            for i, group in enumerate(self.optimizer.param_groups)
+            for name, value in self.optimizer.state[group["params"][0]].items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def load_state(self, weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         self.parameters.load(weights)
         self.parameters.gradients.zero_()
-        parameter = self.optimizer.param_groups[0]["params"][0]
-        if optimizer:
-            self.optimizer.state[parameter] = {
-                name: value.to(self.parameters.values.device, copy=True) for name, value in optimizer.items()
-            }
+        for name, value in optimizer.items():
+            group, _, plain = name.rpartition(".")
+            parameter = self.optimizer.param_groups[int(group or 0)]["params"][0]
+            self.optimizer.state[parameter][plain] = value.to(self.parameters.values.device, copy=True)

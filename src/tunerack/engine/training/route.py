@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tunerack.engine.experts import ExpertLora, Experts, ExpertUpdate, StackedLinear, apply_experts
-from tunerack.engine.linear import AdaptableLinear, TrainedLinear, Update, UpdatePart
+from tunerack.engine.linear import AdaptableLinear, TrainedLinear, Update, UpdatePart, dense
+from tunerack.engine.magnitude import dropped_update, rescale, row_norms
 from tunerack.engine.training.dropout import keep_mask
 from tunerack.engine.training.parameters import AdaptedGroup, AdapterParameters
 
@@ -57,14 +58,17 @@ class TrainingRoute:
 
     def apply(self, group: AdaptableLinear, x: Tensor) -> Tensor:
         updates, parameters = [], []
-        for segment in self.segments:
-            adapted = segment.parameters.groups.get(group.index)
-            if adapted is not None:
-                updates.append(_update(segment, adapted, group))
-                parameters += [adapted.a, *(p.b for p in adapted.projections)]
-        if not updates:
-            return group.base(x)
-        return TrainedLinear.apply(x, group.weight, group.bias, tuple(updates), *parameters)
+        adapted = [segment.parameters.groups.get(group.index) for segment in self.segments]
+        for segment, found in zip(self.segments, adapted, strict=True):
+            if found is not None and not (found.has_magnitude and segment.dropout):
+                updates.append(_update(segment, found, group))
+                parameters += [found.a, *(p.b for p in found.projections)]
+        y = TrainedLinear.apply(x, group.weight, group.bias, tuple(updates), *parameters) if updates else group.base(x)
+        if not any(found is not None and found.has_magnitude for found in adapted):
+            return y
+        sizes = [segment.end - segment.begin for segment in self.segments]
+        rows = zip(self.segments, adapted, x.split(sizes), y.split(sizes), strict=True)
+        return torch.cat([_with_magnitude(s, found, group, xs, ys) for s, found, xs, ys in rows])
 
     def apply_experts(self, experts: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         updates = []
@@ -73,6 +77,31 @@ class TrainingRoute:
             if gate_up is not None or down is not None:
                 updates.append(ExpertUpdate(segment.begin, segment.end, gate_up, down))
         return apply_experts(experts, x, weights, chosen, updates)
+
+
+def _with_magnitude(
+    segment: Segment, adapted: AdaptedGroup | None, group: AdaptableLinear, x: Tensor, y: Tensor
+) -> Tensor:
+    """DoRA's output for the rows of one segment; y holds W·x + bias, and, without dropout, the update of LoRA."""
+    if adapted is None or not adapted.has_magnitude:
+        return y
+    weight = dense(group.weight)
+    factors = []
+    for p in adapted.projections:
+        assert p.magnitude is not None
+        norms = row_norms(weight[p.begin : p.end], adapted.a[p.rank_begin : p.rank_end], p.b, p.scale)
+        factors.append(p.magnitude / norms)
+    if not segment.dropout:
+        columns = [(p.begin, p.end, factor) for p, factor in zip(adapted.projections, factors, strict=True)]
+        return rescale(group, y, columns)
+    added, at = [], 0
+    for p, factor in zip(adapted.projections, factors, strict=True):
+        mask = _mask(segment, p.layer, group)
+        a, kept = adapted.a[p.rank_begin : p.rank_end], 1 - segment.dropout
+        update = dropped_update(x, weight[p.begin : p.end], a, p.b, factor, p.scale, mask, kept)
+        added += [y.new_zeros(len(y), p.begin - at), update]
+        at = p.end
+    return y + torch.cat([*added, y.new_zeros(len(y), group.out_features - at)], -1)
 
 
 def _expert_lora(segment: Segment, layer: StackedLinear, top_k: int) -> ExpertLora | None:
