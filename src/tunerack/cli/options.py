@@ -59,7 +59,7 @@ def _option(field: Field) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def _metavar(field: Field) -> str:
     if field.choices:
         return "|".join(field.choices)
-    words = {"int": "N", "float": "X", "names": "NAME,NAME", "int_map": "NAME=N", "float_map": "NAME=X"}
+    words = {"int": "N", "float": "X", "names": "NAME,NAME", "ints": "N,N", "int_map": "NAME=N", "float_map": "NAME=X"}
     word = words.get(field.kind, "PATH" if field.name.endswith("_file") else "TEXT")
     return f"{word}|auto" if field.auto else word
 
@@ -77,6 +77,8 @@ def _value(field: Field, raw: Any) -> Any:
         return _number(raw)
     if field.kind == "names" and raw != "all-linear":
         return [name.strip() for name in str(raw).split(",") if name.strip()]
+    if field.kind == "ints":
+        return [_number(number.strip()) for number in str(raw).split(",") if number.strip()]
     if field.kind in ("int_map", "float_map"):
         entries = [entry.rpartition("=") for entry in raw]
         return {name or value: _number(value) if name else None for name, _, value in entries}

@@ -83,9 +83,18 @@ def plan_text(plan: Mapping[str, Any]) -> str:
     lora = spec["lora"]
     lines["adapter"] = f"rank {lora['rank']}, alpha {lora['alpha']:g} on {', '.join(lora['target_modules'])}"
     lines["trainable"] = f"{cell(plan['trainable_parameters'])} parameters"
+    for part in plan.get("parts", ()):
+        lines[f"  {part['kind']}"] = _part(part)
     low, high = minutes(time["low"]), minutes(time["high"])
     lines["predicted time"] = f"{minutes(time['mid'])} minutes ({low} to {high}; {time['basis']})"
     return pairs(lines)
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    adapted = f"{cell(part['adapted_modules'])} adapted, {cell(part['trained_parameters'])} trained parameters"
+    frozen = f"{cell(part['frozen_tensors'])} tensors frozen, {cell(part['frozen_parameters'])} parameters"
+    shown = [text for text, count in ((adapted, part["adapted_modules"]), (frozen, part["frozen_tensors"])) if count]
+    return "; ".join(shown)
 
 
 def minutes(seconds: float) -> str:

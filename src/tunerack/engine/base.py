@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from tunerack.errors import Invalid
 from tunerack.methods.gate import BaseIdentity
 from tunerack.methods.identity import read_safetensors_index
 from tunerack.methods.lora import LoraConfig
+from tunerack.methods.parts import Part, check_targets, parts_of
 from tunerack.methods.stacked import with_parameters
-from tunerack.spec.job import LoraSpec
+from tunerack.spec.job import JobSpec, LoraSpec
 
 _SAMPLE_BYTES = 4096
 
@@ -32,6 +34,7 @@ _SAMPLE_BYTES = 4096
 class BaseModel:
     """Decoder, tokenizer and identity of a base model.
 
+    directory: the Hugging Face folder it was read from; tensors: shape of each of its weights, by name
     adapter_base_name: what adapters trained here give as their base; the hub id where the catalogue knows one
     shape: its layers as the estimates count them; None where they don't know the family
     """
@@ -42,12 +45,27 @@ class BaseModel:
     tokenizer: Tokenizer
     identity: BaseIdentity
     max_model_len: int
+    directory: Path
+    tensors: Mapping[str, tuple[int, ...]]
     shape: Shape | None = None
 
     def lora(self, spec: LoraSpec) -> LoraConfig:
         """The adapter that a spec asks for on this base; raises Invalid when the base can't have it."""
         config = LoraConfig.from_spec(spec, base_model=self.adapter_base_name)
-        return with_parameters(config, self.identity.modules)
+        adapted = with_parameters(config, self.identity.modules)
+        if adapted.use_dora and adapted.target_parameters:
+            raise Invalid(
+                "DoRA is not defined for experts and routers",
+                where="lora.use_dora",
+                hint="leave it out, or name attention layers alone in target_modules",
+                param="lora.use_dora",
+            )
+        check_targets(adapted, self.identity.modules)
+        return adapted
+
+    def parts(self, spec: JobSpec) -> tuple[Part, ...]:
+        """What a job adapts and what stays frozen; raises Invalid when it names what this base doesn't have."""
+        return parts_of(self.lora(spec.lora), self.identity, self.tensors)
 
 
 def load_base(
@@ -84,6 +102,8 @@ def load_base(
         Tokenizer.load(directory),
         identity,
         architecture.max_positions,
+        directory,
+        weights.shapes,
         _shape(config),
     )
 

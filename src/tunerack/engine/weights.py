@@ -20,6 +20,7 @@ class Weights:
         self._files = {}
         self._taken: set[str] = set()
         self._problems: list[Problem] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for path in sorted(directory.glob("*.safetensors")):
             handle = safe_open(path, framework="pt", device="cpu")
             for name in handle.keys():  # noqa: SIM118 - not a dict
@@ -29,6 +30,7 @@ class Weights:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._taken.add(name)
+        self.shapes[name] = shape
         if name not in self._files:
             self._problems.append(Problem(f"{name} is missing", "safetensors"))
             return torch.zeros(shape)

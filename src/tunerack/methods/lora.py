@@ -58,6 +58,7 @@ class LoraConfig:
             use_rslora=spec.use_rslora,
             rank_pattern=dict(spec.rank_pattern),
             alpha_pattern=dict(spec.alpha_pattern),
+            layers=spec.layers_to_transform,
             dropout=spec.dropout,
             base_model=base_model,
             use_dora=spec.use_dora,

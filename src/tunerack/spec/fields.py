@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tunerack.spec.job import AUTO, LINEAR_MODULES, JobSpec, LoraSpec
 
-Kind = Literal["int", "float", "str", "bool", "names", "int_map", "float_map", "lora"]
+Kind = Literal["int", "float", "str", "bool", "names", "ints", "int_map", "float_map", "lora"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ RANGES: Mapping[str, Range] = {
     "alpha": Range(0, open_low=True),
     "dropout": Range(0, 1, open_high=True),
     "loraplus_ratio": Range(0, 1000, open_low=True),
+    "layers_to_transform": Range(0, 10_000),
     "rank_pattern": Range(1, 1024),
     "alpha_pattern": Range(0, open_low=True),
 }
@@ -94,6 +95,7 @@ class Field:
             "str": "text",
             "bool": "true or false",
             "names": f'"all-linear" or a list of {", ".join(LINEAR_MODULES)}',
+            "ints": "a list of whole numbers",
             "int_map": "a mapping of module names to whole numbers",
             "float_map": "a mapping of module names to numbers",
             "lora": "a mapping of LoRA fields",
@@ -148,7 +150,7 @@ def _shape(hint: Any) -> tuple[Kind, bool, bool, tuple[str, ...]]:
     if hint is LoraSpec:
         return "lora", False, False, ()
     if get_origin(hint) is tuple:
-        return "names", False, optional, ()
+        return ("ints" if get_args(hint)[0] is int else "names"), False, optional, ()
     if get_origin(hint) is Mapping:
         return ("int_map" if get_args(hint)[1] is int else "float_map"), False, optional, ()
     kinds: dict[Any, Kind] = {int: "int", float: "float", str: "str", bool: "bool"}

@@ -25,6 +25,7 @@ class LoraSpec:
     alpha: the update is scaled by alpha/r, or alpha/sqrt(r) with `use_rslora` (arXiv 2312.03732)
     dropout: probability that an input feature of an adapted layer is dropped in training
     target_modules: names of the adapted linear layers; "all-linear" stands for every one
+    layers_to_transform: numbers of the decoder layers that are adapted, from 0; every one when left out
     use_rslora: scale by alpha/sqrt(r)
     use_dora: train the length of each row of the adapted weight too (DoRA, arXiv 2402.09353)
     loraplus_ratio: learning rate of B and of DoRA's lengths, as a multiple of that of A (LoRA+, arXiv 2402.12354)
@@ -36,6 +37,7 @@ class LoraSpec:
     alpha: float = 32.0
     dropout: float = 0.0
     target_modules: tuple[str, ...] = LINEAR_MODULES
+    layers_to_transform: tuple[int, ...] | None = None
     use_rslora: bool = False
     use_dora: bool = False
     loraplus_ratio: float = 1.0
@@ -125,6 +127,8 @@ class JobSpec:
         """Plain dicts, lists, numbers and strings; `spec.parse.job_from_json` reads it back unchanged."""
         values = asdict(self)
         values["lora"]["target_modules"] = list(self.lora.target_modules)
+        layers = self.lora.layers_to_transform
+        values["lora"]["layers_to_transform"] = None if layers is None else list(layers)
         values["lora"]["rank_pattern"] = dict(self.lora.rank_pattern)
         values["lora"]["alpha_pattern"] = dict(self.lora.alpha_pattern)
         return values

@@ -101,7 +101,20 @@ def parse_value(field: Field, value: Any) -> tuple[Any, Problem | None]:
         return value, None
     if field.kind == "names":
         return _module_names(value)
+    if field.kind == "ints":
+        return _whole_numbers(field, value)
     return _pattern(field, value)
+
+
+def _whole_numbers(field: Field, value: Any) -> tuple[Any, Problem | None]:
+    if not isinstance(value, list | tuple) or not value:
+        return None, Problem(f"{_show(value)} is not {field.accepts}", hint="for example [0, 1, 2]")
+    numbers = [_number(entry, whole=True) for entry in value]
+    if any(n is None or (field.range is not None and not field.range.holds(n)) for n in numbers):
+        return None, Problem(f"{_show(value)} is not {field.accepts}")
+    if len(set(numbers)) < len(numbers):
+        return None, Problem("a number is given twice", hint="keep one of them")
+    return tuple(numbers), None
 
 
 def _number(value: Any, *, whole: bool) -> int | float | None:

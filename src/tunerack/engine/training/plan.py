@@ -24,7 +24,7 @@ def predict(base: BaseModel, rate: Rate, spec: JobSpec, dataset: Dataset) -> dic
     lengths = [len(example.ids) for example in dataset.examples]
     trained = [example.trained_tokens for example in dataset.examples]
     predicted = plan(spec, lengths=lengths, trained=trained, rate=rate)
-    config = base.lora(spec.lora)
+    parts = base.parts(spec)
     return {
         "tokens_per_epoch": dataset.tokens,
         "trained_tokens_per_epoch": dataset.trained_tokens,
@@ -32,5 +32,6 @@ def predict(base: BaseModel, rate: Rate, spec: JobSpec, dataset: Dataset) -> dic
         "steps": predicted.steps,
         "total_tokens": predicted.tokens,
         "predicted_s": predicted.predicted_s.to_json(),
-        "trainable_parameters": base.identity.parameters(config.select(base.identity.modules)),
+        "trainable_parameters": sum(part.trained_parameters for part in parts),
+        "parts": [part.to_json() for part in parts],
     }

@@ -19,6 +19,7 @@ from tunerack.engine.training.job import LIVE, Failure, History, State, StepResu
 from tunerack.engine.training.parameters import AdapterParameters
 from tunerack.errors import Invalid
 from tunerack.estimate.plan import resolve
+from tunerack.methods.parts import parts_text
 from tunerack.spec.job import JobSpec
 
 _WINDOW_STEPS = 20
@@ -171,6 +172,8 @@ def build_job(request: JobRequest, base: BaseModel, record: JobRecord) -> Traini
     )
     record.report = dataset.report.to_json()
     record.history.add(f"{dataset.report.rows_kept} of {dataset.report.rows_in} rows kept")
+    parts = base.parts(spec)
+    record.history.add(parts_text(parts), data={"parts": [part.to_json() for part in parts]})
     config = base.lora(spec.lora)
     parameters = AdapterParameters(config, base.decoder.groups(), seed=spec.seed)
     return TrainingJob(request.job_id, spec, dataset, validation, parameters, request.directory)
