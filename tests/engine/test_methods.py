@@ -205,3 +205,25 @@ def test_versions_of_plain_adapters_do_not_know_dora():
     known = {"rank", "alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
     assert set(read_peft_config(plain).deciding_values()) == known
     assert read_peft_config({**plain, "use_dora": True}).deciding_values()["use_dora"] is True
+
+
+def test_layers_are_chosen_by_number_and_the_plan_is_an_event(tiny, tmp_path):
+    """Only layer 1 has weights in the file; counts as PEFT makes them; a layer that isn't there fails the job."""
+    spec = spec_of(max_steps=2, lora={"layers_to_transform": (1,), "target_modules": ("q_proj", "down_proj")})
+    request, wrong = (
+        request_of("a", tmp_path, spec),
+        request_of("b", tmp_path, spec_of(lora={"layers_to_transform": (9,)})),
+    )
+    trainer = run(tiny, [request, wrong])
+    made = weights(request)
+    assert {name.split(".layers.")[1].split(".")[0] for name in made} == {"1"}
+    event = next(e for e in trainer.records["a"].history.events if "parts" in e.data)
+    counts = {part["kind"]: part for part in event.data["parts"]}
+    assert sum(part["trained_parameters"] for part in counts.values()) == sum(t.numel() for t in made.values())
+    assert counts["attention"]["adapted_modules"] == counts["MLP"]["adapted_modules"] == 1
+    frozen = sum(part["frozen_parameters"] for part in counts.values())
+    stored = load_file(tiny.directory / "model.safetensors")
+    assert frozen == sum(t.numel() for t in stored.values())
+    failure = trainer.records["b"].failure
+    assert failure.param == "lora.layers_to_transform"
+    assert "layers are numbered from 0 to 1" in failure.message

@@ -28,6 +28,7 @@ loras = st.builds(
     dropout=st.floats(min_value=0, max_value=0.99),
     target_modules=st.lists(st.sampled_from(LINEAR_MODULES), min_size=1, unique=True).map(tuple),
     use_rslora=st.booleans(),
+    layers_to_transform=st.none() | st.lists(st.integers(0, 40), min_size=1, unique=True).map(tuple),
     use_dora=st.booleans(),
     loraplus_ratio=st.floats(min_value=0.1, max_value=100),
     rank_pattern=st.dictionaries(st.sampled_from(["q_proj", r"layers\.3\.mlp"]), st.integers(1, 64)),
