@@ -178,7 +178,7 @@ def test_dora_adapters_of_peft_are_served_with_pefts_logits(tiny_folder, tmp_pat
         for ours, path in zip(base.decoder.logits(hidden).split(n), paths.values(), strict=True):
             reference = merged_logits(folder, path, ids)
             torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
-        group, x = base.decoder.layers[1].qkv, torch.randn(4, 48)
+        group, x = base.decoder.groups()[4], torch.randn(4, 48)
         slots = sorted((served["a"], served["b"]), key=lambda adapter: adapter.slot)
         gathered = ServingRoute([], [Range(slots[0], 0, 1), Range(slots[1], 1, 3)]).apply(group, x)
         long = ServingRoute([Range(slots[0], 0, 1), Range(slots[1], 1, 3)], []).apply(group, x)
