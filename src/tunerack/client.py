@@ -86,6 +86,13 @@ class WorkerClient:
     async def cancel(self, job_id: str) -> dict[str, Any]:
         return await self._call("POST", f"/training/jobs/{job_id}/cancel", timeout_s=30.0)
 
+    async def pause(self, job_id: str) -> dict[str, Any]:
+        return await self._call("POST", f"/training/jobs/{job_id}/pause", timeout_s=30.0)
+
+    async def checkpoint(self, job_id: str) -> dict[str, Any]:
+        """Save the job now; its status, with the checkpoint in it."""
+        return await self._call("POST", f"/training/jobs/{job_id}/checkpoint", timeout_s=120.0)
+
     async def forget(self, job_id: str) -> None:
         await self._call("DELETE", f"/training/jobs/{job_id}", timeout_s=30.0)
 
@@ -193,6 +200,15 @@ class ControlClient:
 
     def cancel_job(self, job_id: str) -> dict[str, Any]:
         return self._call("POST", f"/v1/fine_tuning/jobs/{_segment(job_id)}/cancel")
+
+    def pause_job(self, job_id: str) -> dict[str, Any]:
+        return self._call("POST", f"/v1/fine_tuning/jobs/{_segment(job_id)}/pause")
+
+    def resume_job(self, job_id: str) -> dict[str, Any]:
+        return self._call("POST", f"/v1/fine_tuning/jobs/{_segment(job_id)}/resume")
+
+    def checkpoint_job(self, job_id: str) -> dict[str, Any]:
+        return self._call("POST", f"/v1/fine_tuning/jobs/{_segment(job_id)}/checkpoints")
 
     def events(
         self, job_id: str, *, after: str | None = None, limit: int = 100, order: str = "desc"

@@ -127,6 +127,8 @@ class Controller:
         try:
             if job.cancel_requested:
                 await worker.client.cancel(job.id)
+            elif job.pause_requested:
+                await worker.client.pause(job.id)
             status = await worker.client.job(job.id, job.event_cursor)
         except NotFound:
             await self._never_arrived(job, worker.client)
@@ -148,6 +150,8 @@ class Controller:
         """Control was stopped, or the call failed, after the lease was written."""
         if job.cancel_requested:
             await asyncio.to_thread(self.store.jobs.cancelled, job.id, str(job.lease), self._now())
+        elif job.pause_requested:
+            await asyncio.to_thread(self.store.jobs.paused, job.id, str(job.lease), self._now())
         else:
             await self._submit(client, [job])
 
@@ -168,6 +172,9 @@ class Controller:
         await asyncio.to_thread(jobs.report, job.id, lease, status, self._now())
         if state == "failed":
             await self._fail(job, status.get("error") or {})
+            return True
+        if state == "paused":
+            await asyncio.to_thread(jobs.paused, job.id, lease, self._now())
             return True
         if state == "cancelled":
             await asyncio.to_thread(jobs.cancelled, job.id, lease, self._now())
@@ -238,7 +245,11 @@ class Controller:
             if any(worker.state == "ready" for worker in self.fleet.serving(base)):
                 self._warm.discard(base)
         snapshot = Snapshot(
-            waiting=tuple(WaitingJob(job.id, job.model, job.created_at) for job in live if job.lease is None),
+            waiting=tuple(
+                WaitingJob(job.id, job.model, job.created_at)
+                for job in live
+                if job.lease is None and not job.pause_requested
+            ),
             workers=self.fleet.views(lambda worker_id: tuple(jobs_of[worker_id])),
             wanted=tuple(dict.fromkeys([*self.fleet.wanted(), *sorted(self._warm)])),
             not_before=dict(self.fleet.not_before),
@@ -286,6 +297,16 @@ class Controller:
         }
 
     # For the API
+
+    async def checkpoint(self, job: Job) -> None:
+        """Have a running job saved now, and its checkpoint in the store. Raises Invalid when it has no step yet."""
+        worker = self.fleet.members.get(str(job.worker))
+        if job.lease is None or worker is None or worker.client is None:
+            raise Invalid(f"job {job.id} is not running", code="job_not_running", param="fine_tuning_job_id")
+        status = await worker.client.checkpoint(job.id)
+        if not status["step"]:
+            raise Invalid(f"job {job.id} has taken no step yet", code="no_checkpoint", hint="try again in some seconds")
+        await asyncio.to_thread(self.store.jobs.report, job.id, job.lease, status, self._now())
 
     async def plan(self, spec: Mapping[str, Any], model: str) -> dict[str, Any]:
         """The plan of a job that has not been made; raises the worker's Invalid for refused data."""

@@ -351,6 +351,34 @@ def test_cancel_ends_one_and_not_the_other(tiny, tmp_path):
     assert not trainer.forget("a")
 
 
+def test_a_paused_job_leaves_saved_and_goes_on_with_the_same_bits(tiny, tmp_path):
+    """A checkpoint on demand is there at once."""
+    spec = spec_of(lora={"dropout": 0.1}, checkpoint_steps=100)
+    whole = request_of("a", tmp_path / "whole", spec)
+    run(tiny, [whole])
+    first = request_of("a", tmp_path / "paused", spec)
+    trainer = Trainer(tiny, micro_batch_tokens=256)
+    trainer.submit([first])
+    while trainer.records["a"].step < 2:
+        trainer.advance()
+    trainer.save("a")
+    assert checkpoints.list_checkpoints(first.directory)[0].step == 2
+    trainer.advance()
+    trainer.pause("a")
+    while trainer.has_work:
+        trainer.advance()
+    record = trainer.records["a"]
+    assert record.state == "paused"
+    assert checkpoints.list_checkpoints(first.directory)[0].step == record.step
+    assert 2 <= record.step < 6
+    assert trainer.forget("a")
+    trainer.submit([first])
+    while trainer.has_work:
+        trainer.advance()
+    assert trainer.records["a"].state == "succeeded"
+    assert largest_difference(weights(whole), weights(first)) == 0.0
+
+
 def test_a_full_disk_fails_the_job_and_not_the_engine(smollm2_folder, tiny_llama, tmp_path):
     """With a file-size limit below a checkpoint's size (another process, since the limit is the process's own)."""
     program = f"""

@@ -52,7 +52,7 @@ class ControlProcess:
                 return None
             return written["url"] if written["pid"] == self.process.pid else None
 
-        return until(url)
+        return until(url, 120.0)
 
     @property
     def url(self) -> str:

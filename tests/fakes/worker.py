@@ -74,7 +74,7 @@ class Training:
         self.state, self.step, self.error, self.adapter = "preparing", 0, None, None
         self.events: list[dict] = []
         self.checkpoints: list[dict] = []
-        self.cancel = False
+        self.cancel = self.pause = False
         self.directory = Path(asked["directory"])
         self.task = asyncio.create_task(self.run())
 
@@ -85,6 +85,8 @@ class Training:
     async def run(self) -> None:
         step_s = float(os.environ.get("FAKE_STEP_S", "0.02"))
         training = Path(self.asked["training_path"]).read_bytes()
+        if b"SLOW" in training:
+            step_s = 0.2
         if b"BAD" in training:
             message = "train.jsonl:1: is not a chat row"
             self.error = {"code": "invalid_training_file", "message": message, "param": "training_file"}
@@ -101,18 +103,27 @@ class Training:
             if self.cancel:
                 self.state = "cancelled"
                 return
+            if self.pause:
+                self.save()
+                self.state = "paused"
+                return
             self.step += 1
             self.say(f"step {self.step}", "metrics", {"step": self.step, "train_loss": 4.0 / self.step})
             if self.step % CHECKPOINT_STEPS == 0:
-                path = self.directory / "checkpoints" / f"step-{self.step:08d}"
-                path.mkdir(parents=True, exist_ok=True)
-                metrics = {"step": self.step, "train_loss": 4.0 / self.step}
-                made = {"step": self.step, "path": str(path), "version": None, "created_at": time.time()}
-                self.checkpoints.append({**made, "metrics": metrics})
+                self.save()
         # Seeded by the data alone: the result must not depend on how often the job was interrupted.
         path = write_adapter(self.directory / "adapter", self.base, seed=len(training))
         self.adapter = {"path": str(path), "version": adapter_version(path)}
         self.state = "succeeded"
+
+    def save(self) -> None:
+        if not self.step or self.step in [made["step"] for made in self.checkpoints]:
+            return
+        path = self.directory / "checkpoints" / f"step-{self.step:08d}"
+        path.mkdir(parents=True, exist_ok=True)
+        metrics = {"step": self.step, "train_loss": 4.0 / self.step}
+        made = {"step": self.step, "path": str(path), "version": None, "created_at": time.time()}
+        self.checkpoints.append({**made, "metrics": metrics})
 
     def status(self, after: int = 0) -> dict:
         spec = {**self.asked["spec"], "n_epochs": 3, "batch_size": 4, "learning_rate": 2e-4}
@@ -263,8 +274,13 @@ class FakeWorker:
         if request.method == "DELETE":
             del self.jobs[request.path_params["job_id"]]
             return JSONResponse({})
-        if request.method == "POST":
+        verb = request.url.path.rpartition("/")[2]
+        if verb == "cancel":
             job.cancel = True
+        if verb == "pause":
+            job.pause = True
+        if verb == "checkpoint":
+            job.save()
         return JSONResponse(job.status(int(request.query_params.get("after", 0))))
 
     def app(self) -> Starlette:
@@ -278,6 +294,8 @@ class FakeWorker:
             Route("/training/jobs", self.submit, methods=["POST"]),
             Route("/training/jobs", self.listed, methods=["GET"]),
             Route("/training/jobs/{job_id}/cancel", self.job, methods=["POST"]),
+            Route("/training/jobs/{job_id}/pause", self.job, methods=["POST"]),
+            Route("/training/jobs/{job_id}/checkpoint", self.job, methods=["POST"]),
             Route("/training/jobs/{job_id}", self.job, methods=["GET", "DELETE"]),
         ]
 

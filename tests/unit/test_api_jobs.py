@@ -227,12 +227,37 @@ class TestJobs:
             assert sdk.fine_tuning.jobs.cancel(job.id).status == "cancelled"
             assert cancelled.fine_tuned_model is None
 
-    def test_pause_and_resume_are_refused_clearly(self, sdk: OpenAI, training_file: str) -> None:
-        job = sdk.fine_tuning.jobs.create(model=MODEL, training_file=training_file)
+    def test_pause_and_resume(self, sdk: OpenAI) -> None:
+        """It stays where it is while it is paused, and ends with every step trained once."""
+        slow = sdk.files.create(file=("slow.jsonl", ROWS.replace(b"q", b"SLOW")), purpose="fine-tune").id
+        job = sdk.fine_tuning.jobs.create(model=MODEL, training_file=slow)
+        until(lambda: sdk.fine_tuning.jobs.retrieve(job.id).tunerack["step"])
+        paused = sdk.fine_tuning.jobs.pause(job.id)
+        assert (paused.status, paused.tunerack["state"]) == ("queued", "paused")
+        step = paused.tunerack["step"]
+        time.sleep(1.2)
+        held = sdk.fine_tuning.jobs.retrieve(job.id)
+        assert (held.tunerack["state"], held.tunerack["step"], held.tunerack["worker"]) == ("paused", step, None)
+        assert sdk.fine_tuning.jobs.pause(job.id).tunerack["state"] == "paused"
+        assert sdk.fine_tuning.jobs.resume(job.id).tunerack["state"] in ("waiting", "preparing", "running")
+        done = finished(sdk, job.id)
+        assert (done.status, done.tunerack["step"], done.tunerack["restarts"]) == ("succeeded", 12, 0)
+        events = list(sdk.fine_tuning.jobs.list_events(job.id, limit=100))
+        assert len([event for event in events if event.type == "metrics"]) == 12
         for call in (sdk.fine_tuning.jobs.pause, sdk.fine_tuning.jobs.resume):
             with pytest.raises(openai.BadRequestError) as caught:
                 call(job.id)
-            assert caught.value.code == "not_supported"
+            assert caught.value.code in ("job_finished", "job_not_paused")
+
+    def test_a_checkpoint_on_demand(self, sdk: OpenAI, http: httpx2.Client) -> None:
+        slow = sdk.files.create(file=("slow.jsonl", ROWS.replace(b"q", b"SLOW")), purpose="fine-tune").id
+        job = sdk.fine_tuning.jobs.create(model=MODEL, training_file=slow)
+        path = f"/v1/fine_tuning/jobs/{job.id}/checkpoints"
+        made = until(lambda: saved if "step_number" in (saved := http.post(path).json()) else None)
+        assert made["step_number"] >= 1
+        assert made["id"] in [row.id for row in sdk.fine_tuning.jobs.checkpoints.list(job.id, limit=100)]
+        finished(sdk, job.id)
+        assert http.post(path).json()["error"]["code"] == "job_not_running"
 
     def test_a_file_in_use_is_kept(self, sdk: OpenAI, training_file: str) -> None:
         file = sdk.files.create(file=("kept.jsonl", ROWS + b"\n"), purpose="fine-tune")

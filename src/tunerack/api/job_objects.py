@@ -54,6 +54,8 @@ def _own(job: Job, spec: Mapping[str, Any], now: float) -> dict[str, Any]:
     state = _OWN_STATES.get(job.state, job.state)
     if job.cancel_requested and not job.finished:
         state = "cancelling"
+    elif job.pause_requested and not job.finished:
+        state = "paused" if job.paused else "pausing"
     began = job.started_at
     predicted = (job.plan or {}).get("predicted_s") or {}
     return {

@@ -160,14 +160,32 @@ async def cancel(request: Request) -> Response:
     return JSONResponse(job_object(job, time.time()))
 
 
-async def not_supported(request: Request) -> Response:
-    job = services_of(request).store.jobs.get(request.path_params["job_id"])
-    verb = request.url.path.rpartition("/")[2]
-    raise Invalid(
-        f"a job can't be {verb}d by hand; {job.id} is {job.state}",
-        code="not_supported",
-        hint="cancel it, or leave it: a job goes on by itself after every stop",
-    )
+async def pause(request: Request) -> Response:
+    """The job is saved and leaves its worker; it waits, with nothing lost, until it is resumed."""
+    services, job_id = services_of(request), request.path_params["job_id"]
+    job = await asyncio.to_thread(services.store.jobs.request_pause, job_id, time.time())
+    services.controller.fleet.wake.set()
+    deadline = time.monotonic() + CANCEL_WAIT_S
+    while not (job.paused or job.finished) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+        job = await asyncio.to_thread(services.store.jobs.get, job_id)
+    return JSONResponse(job_object(job, time.time()))
+
+
+async def resume(request: Request) -> Response:
+    services = services_of(request)
+    job = await asyncio.to_thread(services.store.jobs.resume, request.path_params["job_id"], time.time())
+    services.controller.fleet.wake.set()
+    return JSONResponse(job_object(job, time.time()))
+
+
+async def save(request: Request) -> Response:
+    """A checkpoint of a running job, now."""
+    services, job_id = services_of(request), request.path_params["job_id"]
+    job = await asyncio.to_thread(services.store.jobs.get, job_id)
+    await services.controller.checkpoint(job)
+    newest = await asyncio.to_thread(services.store.checkpoints.page, job_id, limit=1)
+    return JSONResponse(checkpoint_object(newest.rows[0], job))
 
 
 async def events(request: Request) -> Response:
@@ -201,9 +219,10 @@ ROUTES = (
     Route("/v1/fine_tuning/jobs", page, methods=["GET"]),
     Route(JOB, retrieve, methods=["GET"]),
     Route(f"{JOB}/cancel", cancel, methods=["POST"]),
-    Route(f"{JOB}/pause", not_supported, methods=["POST"]),
-    Route(f"{JOB}/resume", not_supported, methods=["POST"]),
+    Route(f"{JOB}/pause", pause, methods=["POST"]),
+    Route(f"{JOB}/resume", resume, methods=["POST"]),
     Route(f"{JOB}/events", events, methods=["GET"]),
     Route(f"{JOB}/checkpoints", checkpoints, methods=["GET"]),
+    Route(f"{JOB}/checkpoints", save, methods=["POST"]),
     Route("/v1/plan", plan, methods=["POST"]),
 )

@@ -44,11 +44,10 @@ class Upload:
             await self._read(pieces)
         except TunerackError:
             await self.__aexit__()
-            # A client that is still sending would not see the answer.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DRAIN_S):
-                    async for _ in pieces:
-                        continue
+            # A client that is still sending would not see the answer, however slowly it sends.
+            with contextlib.suppress(TimeoutError, StopAsyncIteration):
+                while True:
+                    await asyncio.wait_for(anext(pieces), DRAIN_S)
             raise
         except BaseException:
             await self.__aexit__()

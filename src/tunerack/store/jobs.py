@@ -38,6 +38,7 @@ class Job:
     restart_step, stalled_restarts: furthest step at the last restart; restarts since then without a further step
     report: rows in, kept and dropped; plan: steps, tokens and predicted seconds
     result_file: id of the file with the metrics of every step
+    pause_requested: the job waits until it is resumed, as soon as its worker has let go of it
     """
 
     id: str
@@ -54,6 +55,7 @@ class Job:
     worker: str | None = None
     event_cursor: int = 0
     cancel_requested: bool = False
+    pause_requested: bool = False
     restarts: int = 0
     restart_step: int = 0
     stalled_restarts: int = 0
@@ -74,6 +76,10 @@ class Job:
     @property
     def finished(self) -> bool:
         return self.state in FINISHED
+
+    @property
+    def paused(self) -> bool:
+        return self.pause_requested and self.lease is None and not self.finished
 
 
 _COLUMNS = ", ".join(column.name for column in fields(Job))
@@ -171,7 +177,8 @@ class Jobs:
             for job_id in job_ids:
                 changed = connection.execute(
                     "UPDATE jobs SET state = 'validating_files', lease = ?, worker = ?, event_cursor = 0,"
-                    " started_at = COALESCE(started_at, ?) WHERE id = ? AND state = 'queued' AND lease IS NULL",
+                    " started_at = COALESCE(started_at, ?)"
+                    " WHERE id = ? AND state = 'queued' AND lease IS NULL AND NOT pause_requested",
                     (secrets.token_hex(16), worker, now, job_id),
                 ).rowcount
                 if changed:
@@ -277,6 +284,37 @@ class Jobs:
                 add_event(connection, job_id, now, "Cancellation requested")
             return _read(connection, job_id)
 
+    def request_pause(self, job_id: str, now: float) -> Job:
+        """Hold a waiting job back at once, or ask for it; raises NotFound, and Invalid for one that has ended."""
+        with self._database.transaction() as connection:
+            job = _read(connection, job_id)
+            if job.finished:
+                raise Invalid(f"job {job_id} has {job.state} already", code="job_finished", param="fine_tuning_job_id")
+            if not job.pause_requested:
+                connection.execute("UPDATE jobs SET pause_requested = 1 WHERE id = ?", (job_id,))
+                add_event(connection, job_id, now, "The job is paused" if job.lease is None else "Pause requested")
+            return _read(connection, job_id)
+
+    def paused(self, job_id: str, lease: str, now: float) -> bool:
+        """The worker has saved the job and let go of it."""
+        with self._database.transaction() as connection:
+            job = _leased(connection, job_id, lease)
+            if job is None:
+                return False
+            _queue_again(connection, job_id)
+            add_event(connection, job_id, now, f"The job is paused after {job.step} steps")
+            return True
+
+    def resume(self, job_id: str, now: float) -> Job:
+        """Let a paused job go on; raises NotFound, and Invalid for one that isn't paused."""
+        with self._database.transaction() as connection:
+            job = _read(connection, job_id)
+            if not job.pause_requested or job.finished:
+                raise Invalid(f"job {job_id} is not paused", code="job_not_paused", param="fine_tuning_job_id")
+            connection.execute("UPDATE jobs SET pause_requested = 0 WHERE id = ?", (job_id,))
+            add_event(connection, job_id, now, "The job goes on")
+            return _read(connection, job_id)
+
     def requeue(self, worker: str, now: float, reason: str, *, crashed: bool = True) -> list[Job]:
         """Put the jobs of a worker that is gone back in the queue; returns them as they are now.
 
@@ -302,11 +340,7 @@ class Jobs:
                     error = {"code": "worker_lost", "message": message, "param": None}
                     _finish(connection, job.id, "failed", now, error=error)
                     continue
-                connection.execute(
-                    "UPDATE jobs SET state = 'queued', lease = NULL, worker = NULL, event_cursor = 0,"
-                    " tokens_per_s = NULL, eta_s = NULL WHERE id = ?",
-                    (job.id,),
-                )
+                _queue_again(connection, job.id)
                 if crashed:
                     connection.execute(
                         "UPDATE jobs SET restarts = restarts + 1, restart_step = step, stalled_restarts = ?"
@@ -316,6 +350,14 @@ class Jobs:
                     message = f"{reason}; the job goes on from its newest checkpoint"
                     add_event(connection, job.id, now, message, level="warn")
             return [_read(connection, row["id"]) for row in rows]
+
+
+def _queue_again(connection: sqlite3.Connection, job_id: str) -> None:
+    connection.execute(
+        "UPDATE jobs SET state = 'queued', lease = NULL, worker = NULL, event_cursor = 0, tokens_per_s = NULL,"
+        " eta_s = NULL WHERE id = ?",
+        (job_id,),
+    )
 
 
 def _finish(
@@ -352,5 +394,6 @@ def _job(row: sqlite3.Row) -> Job:
     values = dict(row)
     for column in _JSON_COLUMNS:
         values[column] = decode(values[column])
-    values["cancel_requested"] = bool(values["cancel_requested"])
+    for column in ("cancel_requested", "pause_requested"):
+        values[column] = bool(values[column])
     return Job(**values)

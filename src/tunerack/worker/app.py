@@ -76,6 +76,8 @@ def create_app(process: Process, token: str) -> Starlette:
         Route("/training/jobs/{job_id}", training.retrieve),
         Route("/training/jobs/{job_id}", training.forget, methods=["DELETE"]),
         Route("/training/jobs/{job_id}/cancel", training.cancel, methods=["POST"]),
+        Route("/training/jobs/{job_id}/pause", training.pause, methods=["POST"]),
+        Route("/training/jobs/{job_id}/checkpoint", training.checkpoint, methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tunerack.engine.training.plan import plan_job
-from tunerack.engine.training.record import JobRequest
+from tunerack.engine.training.record import JobRecord, JobRequest
 from tunerack.errors import Invalid, NotFound
 from tunerack.spec.parse import job_from_json
 from tunerack.worker.body import read_json, text_field
@@ -68,7 +68,21 @@ async def retrieve(request: Request) -> Response:
 
 async def cancel(request: Request) -> Response:
     process: Process = request.app.state.process
-    record = process.engine().trainer.cancel(request.path_params["job_id"])
+    return _status(process.engine().trainer.cancel(request.path_params["job_id"]), request)
+
+
+async def pause(request: Request) -> Response:
+    process: Process = request.app.state.process
+    return _status(process.engine().trainer.pause(request.path_params["job_id"]), request)
+
+
+async def checkpoint(request: Request) -> Response:
+    process: Process = request.app.state.process
+    save = process.engine().trainer.save
+    return _status(await run_in_threadpool(save, request.path_params["job_id"]), request)
+
+
+def _status(record: JobRecord | None, request: Request) -> Response:
     if record is None:
         raise NotFound(f"no job {request.path_params['job_id']!r} here", code="job_not_found")
     return JSONResponse(record.to_json())

@@ -78,6 +78,13 @@ class Trainer:
                 self._arrivals.append(new)
             return [self.records[r.job_id] for r in requests]
 
+    def save(self, job_id: str) -> JobRecord | None:
+        """Checkpoint a job, and with it those of its group, as of the last border; one not yet begun has nothing."""
+        with self._lock:
+            if job_id in self._jobs:
+                self._checkpoint_all()
+        return self.records.get(job_id)
+
     def pause(self, job_id: str) -> JobRecord | None:
         """Ask a job to leave at the next border, saved, so that it can be submitted again later."""
         record = self.records.get(job_id)

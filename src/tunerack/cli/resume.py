@@ -1,0 +1,24 @@
+"""tunerack resume."""
+
+from __future__ import annotations
+
+import click
+
+from tunerack.cli.output import emit, json_option
+from tunerack.settings import Settings
+
+
+@click.command()
+@click.argument("job")
+@json_option
+@click.pass_obj
+def command(settings: Settings, job: str, as_json: bool) -> None:
+    """Let a paused JOB go on from where it was."""
+    from tunerack.client import ControlClient
+
+    with ControlClient.of(settings) as client:
+        answer = client.resume_job(job)
+    if as_json:
+        emit(answer)
+    else:
+        click.echo(f"{answer['id']} is {answer['tunerack']['state']}")
