@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import peft
@@ -235,3 +236,91 @@ def test_stacked_and_separate_tensors_are_one_model(tiny_folder, mixtral, tmp_pa
 def test_gate_without_up_is_refused(mixtral):
     with pytest.raises(Invalid, match="can't be adapted alone"):
         mixtral.lora(spec_of(lora={"target_modules": ("q_proj", "gate_proj")}).lora)
+
+
+def test_the_balancing_loss_is_that_of_transformers_row_by_row(mixtral, tiny_folder, tmp_path):
+    """And a job's gradients are those of its cross-entropy plus the model's coefficient times that loss."""
+    from tunerack.engine.training.microbatch import pack, run_pass
+    from tunerack.engine.training.record import JobRecord, build_job
+
+    request = request_of("a", tmp_path, spec_of(batch_size=4, lora={"target_modules": ("gate", "q_proj")}))
+    job = build_job(request, mixtral, JobRecord(request))
+    documents = {"a": job.documents()}
+    total = sum(sum(d.weights) for d in documents["a"])
+    with torch.no_grad():
+        job.parameters.values.add_(
+            torch.randn(job.parameters.values.shape, generator=torch.Generator().manual_seed(1)) * 0.05
+        )
+    found = []
+    for budget in (4096, 24):
+        job.parameters.gradients.zero_()
+        results = [
+            run_pass(mixtral.decoder, batch, {"a": job}, denominators={"a": total}, training=True)
+            for batch in pack(documents, budget)
+        ]
+        found.append((sum(r.routing["a"].balance_loss for r in results), job.parameters.gradients.clone()))
+        assert (len(results) == 1) == (budget == 4096)
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+    (tmp_path / "adapter").mkdir()
+    from tunerack.engine.adapter_file import write_adapter
+
+    write_adapter(tmp_path / "adapter", job.parameters.config, job.parameters.tensors(), "none")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder("mixtral"), dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
+    assert model.config.router_aux_loss_coef == 0.02
+    loss, balancing = torch.zeros(()), torch.zeros(())
+    for d in documents["a"]:
+        out = model(torch.tensor([d.tokens]), output_router_logits=True)
+        each = torch.nn.functional.cross_entropy(out.logits[0], torch.tensor(d.targets), reduction="none")
+        loss = loss + (each * torch.tensor(d.weights)).sum() / total
+        balancing = balancing + sum(d.weights) / total * out.aux_loss
+    (loss + 0.02 * balancing).backward()
+    assert found[0][0] == pytest.approx(float(balancing), rel=1e-5)
+    theirs = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    job.parameters.values.copy_(job.parameters.gradients)
+    for name, gradient in job.parameters.tensors().items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=2e-6)
+
+
+def test_loads_by_hand():
+    from tunerack.engine.routing import Routing
+
+    routing = Routing()
+    probabilities = torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
+    routing.add(probabilities, torch.tensor([[0, 1], [0, 1], [0, 2]]))
+    (layer,) = (routing.loads(0, 2) + routing.loads(2, 3)).layers()
+    assert layer.share == pytest.approx((3 / 6, 2 / 6, 1 / 6, 0))
+    assert layer.dead == (3,)
+    assert layer.entropy == pytest.approx((math.log(2) + 0 + math.log(4)) / 3)
+    mean = sum((share - 0.25) ** 2 for share in (3 / 6, 2 / 6, 1 / 6, 0)) / 4
+    assert layer.variation == pytest.approx(math.sqrt(mean) / 0.25)
+    # E · Σ f · P of the first two rows: f = (1, 1, 0, 0), P = (0.75, 0.25, 0, 0); of the third: f = (1, 0, 1, 0).
+    assert routing.balance(torch.tensor([0, 0, 1]), 2).tolist() == pytest.approx([4 * 1.0, 4 * 0.5])
+
+
+def test_a_job_tells_how_its_tokens_used_the_experts(mixtral, tmp_path):
+    trainer = run(mixtral, [request_of("a", tmp_path, spec_of(n_epochs=1))])
+    events = trainer.records["a"].history.events
+    steps = [e.data for e in events if "train_loss" in e.data]
+    assert all({"balance_loss", "load_cv", "load_cv_max", "dead_experts", "router_entropy"} <= s.keys() for s in steps)
+    (told,) = [e.data["experts"] for e in events if "experts" in e.data]
+    assert len(told) == 2
+    assert all(sum(layer["load"]) == pytest.approx(1, abs=1e-4) for layer in told)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "mixtral-dense"])
+def test_a_step_on_one_expert_only(family, tiny_folder, tmp_path):
+    """A router whose logits always prefer expert 2: the others stay as they were, and the job goes on."""
+    base = load_base(tiny_folder(family), name=family)
+    for layer in base.decoder.layers:
+        object.__setattr__(layer.feed_forward, "top_k", 1)
+        layer.feed_forward.router.weight.zero_()
+        layer.feed_forward.router.bias = torch.tensor([0.0, 0.0, 50.0, 0.0])
+    request = request_of("a", tmp_path, spec_of(n_epochs=1, lora={"target_modules": ("w1", "w2", "w3")}))
+    trainer = run(base, [request])
+    assert trainer.records["a"].state == "succeeded"
+    b = weights(request)["base_model.model.model.layers.1.mlp.experts.lora_B.weight"].view(48, 4, 4)
+    assert bool(b[:, :, 2].any())
+    assert not bool(b[:, :, [0, 1, 3]].any())

@@ -13,7 +13,6 @@ from tunerack.engine.training.microbatch import LOSS_CHUNK_ROWS
 from tunerack.engine.training.parameters import AdapterParameters
 from tunerack.engine.training.route import Document, Segment, TrainingRoute
 from tunerack.estimate.plan import Rate
-from tunerack.methods.lora import LoraConfig
 from tunerack.spec.job import LoraSpec
 
 _PROBE_TOKENS = (64, 320)
@@ -23,7 +22,7 @@ _TRAINED_SHARE = 3
 
 def measure_rate(base: BaseModel) -> Rate:
     """Seconds of an optimizer step = α + β · tokens, from two sizes of real passes with a throwaway adapter."""
-    config = LoraConfig.from_spec(LoraSpec(), base_model=base.name)
+    config = base.lora(LoraSpec())
     parameters = AdapterParameters(config, base.decoder.groups(), seed=0)
     times = [min(_timed_pass(base, parameters, tokens) for _ in range(2)) for tokens in _PROBE_TOKENS]
     beta = max(1e-9, (times[1] - times[0]) / (_PROBE_TOKENS[1] - _PROBE_TOKENS[0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,8 @@ import torch
 from tunerack.engine.attention import DocumentAttention
 from tunerack.engine.decoder import Decoder
 from tunerack.engine.kernels import TokenLoss
+from tunerack.engine.routing import Routing
+from tunerack.engine.training.balance import JobRouting, balance
 from tunerack.engine.training.route import Document, Segment, TrainingRoute
 
 if TYPE_CHECKING:
@@ -69,10 +71,11 @@ def _by_job(content: list[tuple[str, Document]]) -> MicroBatch:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Per job: Σ weight · loss and tokens of the pass."""
+    """Per job: Σ weight · loss and tokens of the pass; on a base with experts, how it used them."""
 
     weighted_loss: Mapping[str, float]
     tokens: Mapping[str, int]
+    routing: Mapping[str, JobRouting] = field(default_factory=dict)
 
 
 def run_pass(
@@ -86,7 +89,8 @@ def run_pass(
     """One forward pass over a micro-batch, and, when training, one backward pass that adds to each job's gradients.
 
     Each job's loss is Σ weight · loss / denominator, where the denominator counts its whole optimizer step: the split
-    into micro-batches does not show in the sum.
+    into micro-batches does not show in the sum. On a base with experts the balancing loss is added, with the model's
+    own coefficient.
     """
     segments, begin = [], 0
     for name, rows in batch.items():
@@ -102,9 +106,11 @@ def run_pass(
     owners = torch.cat([torch.full((s.end - s.begin,), i) for i, s in enumerate(segments)]).to(decoder.device)
     chosen = weights.nonzero()[:, 0]
     per_job = torch.tensor([1 / denominators[name] for name in batch], device=decoder.device)
+    experts = decoder.architecture.experts
+    routing = None if experts is None else Routing()
     with torch.set_grad_enabled(training):
         attention = DocumentAttention([len(d.tokens) for d in documents])
-        hidden = decoder.hidden(tokens, positions, attention, TrainingRoute(segments))
+        hidden = decoder.hidden(tokens, positions, attention, TrainingRoute(segments), routing)
         total, losses = TokenLoss.apply(
             hidden[chosen],
             decoder.head,
@@ -112,6 +118,10 @@ def run_pass(
             (weights * per_job[owners])[chosen],
             LOSS_CHUNK_ROWS,
         )
+        used: dict[str, JobRouting] = {}
+        if routing is not None and experts is not None:
+            balancing, used = balance(routing, batch, denominators)
+            total = total + experts.balance_coefficient * balancing
         if training:
             total.backward()
     sums = torch.zeros(len(segments), dtype=torch.float64)
@@ -119,4 +129,5 @@ def run_pass(
     return PassResult(
         dict(zip(batch, sums.tolist(), strict=True)),
         {name: s.end - s.begin for name, s in zip(batch, segments, strict=True)},
+        used,
     )

@@ -14,6 +14,8 @@ from typing import Any
 from tunerack.data.dataset import Dataset, prepare
 from tunerack.engine.adapter_file import write_flushed
 from tunerack.engine.base import BaseModel
+from tunerack.engine.routing import Loads
+from tunerack.engine.training.balance import JobRouting
 from tunerack.engine.training.checkpoint import Checkpoint, list_checkpoints
 from tunerack.engine.training.job import LIVE, Failure, History, State, StepResult, TrainingJob
 from tunerack.engine.training.parameters import AdapterParameters
@@ -58,6 +60,7 @@ class JobRecord:
         self.failure: Failure | None = None
         self.adapter: Mapping[str, str] | None = None
         self.scores: Mapping[str, Any] = {}
+        self.loads: Loads | None = None
         self.checkpoints: list[Checkpoint] = list_checkpoints(request.directory)
         self._recent: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
 
@@ -91,8 +94,10 @@ class JobRecord:
         self.spec, self.total_steps, self.state = job.spec, job.total_steps, "running"
         self._copy(job)
 
-    def count_step(self, job: TrainingJob, result: StepResult, seconds: float, share: float) -> None:
-        """`share` of the joint step's tokens were this job's."""
+    def count_step(
+        self, job: TrainingJob, result: StepResult, seconds: float, share: float, routing: JobRouting | None = None
+    ) -> None:
+        """`share` of the joint step's tokens were this job's; `routing` is how they used the base's experts."""
         self._recent.append((seconds, result.trained_tokens))
         self._copy(job)
         data = {
@@ -105,6 +110,9 @@ class JobRecord:
             "eta_s": self.eta_s,
             "share": round(share, 3),
         }
+        if routing is not None:
+            self.loads = routing.loads if self.loads is None else self.loads + routing.loads
+            data |= {"balance_loss": round(routing.balance_loss, 5), **routing.loads.summary()}
         message = f"step {job.step}/{job.total_steps}: training loss {result.loss:.4f}"
         self.history.add(message, type="metrics", data=data)
 
@@ -125,6 +133,10 @@ class JobRecord:
         self._copy(job)
         self.adapter = {"path": str(path), "version": result.version}
         self.state = "succeeded"
+        if self.loads is not None:
+            seen = self.loads.summary()
+            message = f"experts: load varies by {seen['load_cv']:.2f} of its mean, {seen['dead_experts']} unused"
+            self.history.add(message, data={"experts": [layer.to_json() for layer in self.loads.layers()]})
         kept = f" of step {result.step}" if result.step != job.step else ""
         self.history.add(f"done after {job.step} steps; adapter {result.version[:19]}{kept}")
 

@@ -15,9 +15,10 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from tunerack.engine.base import BaseModel
+from tunerack.engine.training.balance import JobRouting
 from tunerack.engine.training.calibration import measure_rate
 from tunerack.engine.training.checkpoint import Checkpoint, choose, restore, write_checkpoint
 from tunerack.engine.training.job import Failure, TrainingJob
@@ -41,6 +42,7 @@ class _Sums:
     loss: dict[str, float]
     denominator: dict[str, float]
     tokens: dict[str, int]
+    routing: dict[str, JobRouting] = field(default_factory=dict)
 
     @classmethod
     def of(cls, documents: Mapping[str, Sequence[object]]) -> _Sums:
@@ -246,6 +248,8 @@ class Trainer:
         for name, loss in result.weighted_loss.items():
             sums.loss[name] += loss
             sums.tokens[name] += result.tokens[name]
+        for name, used in result.routing.items():
+            sums.routing[name] = sums.routing[name] + used if name in sums.routing else used
 
     def _apply(self, sums: _Sums, seconds: float) -> None:
         total = sum(sums.tokens.values())
@@ -254,7 +258,8 @@ class Trainer:
             if isinstance(result, Failure):
                 self._drop(name, result)
                 continue
-            self.records[name].count_step(job, result, seconds, share=sums.tokens[name] / max(1, total))
+            share = sums.tokens[name] / max(1, total)
+            self.records[name].count_step(job, result, seconds, share, sums.routing.get(name))
         self._steps_since_checkpoint += 1
 
     def _evaluate(self) -> Iterator[None]:
