@@ -20,6 +20,7 @@ COMMANDS = {
     "down": "Stop the server and its workers.",
     "estimate": "Say what a fine-tune needs, takes and costs.",
     "calibrate": "Run a few training steps here, so that estimates fit this device.",
+    "data": "Show rows as a base will be trained on them.",
     "train": "Plan a fine-tune and submit it.",
     "ps": "List jobs and workers.",
     "logs": "Show the events of a job.",
