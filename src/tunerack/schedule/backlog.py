@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 from tunerack.schedule.job import Job
 
@@ -23,8 +23,16 @@ def line_of(job: Job) -> Line:
 class Backlog:
     """Waiting jobs sorted by a rank that doesn't move while they wait. Adding and removing take logarithmic time."""
 
-    def __init__(self, rank: Callable[[Job], Rank], jobs: Iterable[Job] = ()) -> None:
-        self._rank = rank
+    def __init__(
+        self,
+        rank: Callable[[Job], Rank],
+        jobs: Iterable[Job] = (),
+        due_s: Callable[[Job], float | None] = lambda job: None,
+    ) -> None:
+        self._rank, self._due_s = rank, due_s
+        self._due: list[tuple[float, int, str]] = []
+        self.flexible = 0
+        """How many of them have several widths, or a deadline."""
         self._lines: dict[Line, list[Entry]] = {}
         self._entries: dict[str, tuple[Line, Entry]] = {}
         for job in jobs:
@@ -32,6 +40,7 @@ class Backlog:
             line = line_of(job)
             self._entries[job.id] = (line, entry)
             self._lines.setdefault(line, []).append(entry)
+            self._note(job)
         for entries in self._lines.values():
             entries.sort(key=_order)
 
@@ -48,10 +57,43 @@ class Backlog:
         entry, line = (self._rank(job), job.order, job.id, job), line_of(job)
         self._entries[job.id] = (line, entry)
         insort(self._lines.setdefault(line, []), entry, key=_order)
+        self._note(job)
+
+    def _note(self, job: Job) -> None:
+        self.flexible += job.flexible
+        due_s = self._due_s(job)
+        if due_s is not None:
+            heappush(self._due, (due_s, job.order, job.id))
+
+    def _stale(self, due: tuple[float, int, str]) -> bool:
+        found = self._entries.get(due[2])
+        return found is None or self._due_s(found[1][3]) != due[0]
+
+    def next_due_s(self, now: float) -> float | None:
+        """When the next of them has waited as long as it may; those that have already don't count."""
+        while self._due and self._stale(self._due[0]):
+            heappop(self._due)
+        if not self._due or self._due[0][0] > now:
+            return self._due[0][0] if self._due else None
+        return min((due[0] for due in self._due if due[0] > now and not self._stale(due)), default=None)
+
+    def overdue(self, now: float) -> list[Job]:
+        """Those that have waited as long as they may, the longest due first."""
+        found: list[Job] = []
+        again: list[tuple[float, int, str]] = []
+        while self._due and self._due[0][0] <= now + 1e-6:
+            due = heappop(self._due)
+            if not self._stale(due) and (not again or again[-1] != due):
+                again.append(due)
+                found.append(self._entries[due[2]][1][3])
+        for due in again:
+            heappush(self._due, due)
+        return found
 
     def remove(self, job_id: str) -> Job:
         """Raises KeyError when it isn't there."""
         line, entry = self._entries.pop(job_id)
+        self.flexible -= entry[3].flexible
         entries = self._lines[line]
         del entries[bisect_left(entries, _order(entry), key=_order)]
         if not entries:

@@ -22,15 +22,15 @@ class Scaling:
 
     curve: Mapping[str, Mapping[int, float]]
     spread: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    elastic: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "elastic", any(len(widths) > 1 for widths in self.curve.values()))
 
     @classmethod
     def rigid(cls, gang: int) -> Scaling:
         """`gang` devices of any kind at speed 1, and nothing else."""
         return cls({"": {gang: 1.0}})
-
-    @property
-    def elastic(self) -> bool:
-        return any(len(widths) > 1 for widths in self.curve.values())
 
     def widths(self, kind: str) -> Mapping[int, float]:
         """Width -> speed on this kind; empty when the job can't use it."""
@@ -88,6 +88,11 @@ class Job:
     checkpoint_s: float | None = None
     max_wait_s: float | None = None
     promised_end_s: float | None = None
+
+    @property
+    def flexible(self) -> bool:
+        """It has several widths, or a deadline to plan for."""
+        return self.scaling.elastic or self.deadline_s is not None
 
     @property
     def running(self) -> bool:

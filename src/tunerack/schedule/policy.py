@@ -26,7 +26,7 @@ class Policy:
     preempts: running jobs may be stopped for one that `outranks` them
     steady: a waiting job's rank doesn't move, so the order can be kept from round to round
     round_s: decisions fall only on multiples of this; 0: at every arrival and end
-    estimates: reads the estimates of work
+    estimates: reads the estimates of work; bounded: limits each job's wait, so `bound_s` is asked
     """
 
     name = ""
@@ -35,6 +35,7 @@ class Policy:
     steady = True
     round_s = 0.0
     estimates = False
+    bounded = False
 
     def rank(self, job: Job, now: float) -> Rank:
         raise NotImplementedError
@@ -50,9 +51,26 @@ class Policy:
     def started(self, job: Job) -> None:
         """Told of each start within a round, by a policy that `at` has made for it."""
 
+    def stopped(self, job: Job) -> None:
+        """Told of each stop within a round."""
+
     def may_start(self, job: Job) -> str | None:
         """Why the job must wait even if there is place; None when it need not."""
         return None
+
+    def bound_s(self, job: Job, fifo_wait_s: float) -> float | None:
+        """The longest that the job may wait in all, from its wait first come, first served; asked as it arrives."""
+        return None
+
+    def due_s(self, job: Job) -> float | None:
+        """When the waiting job has waited as long as it may, and goes before all that have not."""
+        if job.max_wait_s is None:
+            return None
+        return job.as_of_s + job.max_wait_s - job.waited_s
+
+    def promise(self, job: Job, state: State, now: float) -> bool:
+        """Whether the job, just submitted with a deadline, is told that it will be met."""
+        return False
 
     def plan(self, state: State, now: float) -> list[Decision] | None:
         """The whole round, for a policy that decides widths and places together; None: the ranked round does it."""

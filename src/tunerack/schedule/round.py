@@ -50,11 +50,16 @@ class Round:
         self._stopped: set[str] = set()
 
     def decisions(self) -> list[Decision]:
-        walk = self._walk()
+        backlog = self._backlog()
+        urgent = self._urgent(backlog)
+        walk = backlog.walk()
         while walk:
             if not self.policy.preempts and not any(self.pool.free.values()):
                 break
             job = walk.first()
+            if job.id in urgent:
+                walk.step()
+                continue
             if self.ledger is not None and self.ledger.full(job) is not None:
                 walk.close()  # all of a line are of one team and one width
                 continue
@@ -71,11 +76,30 @@ class Round:
                 break
         return self.made
 
-    def _walk(self) -> Walk:
+    def _backlog(self) -> Backlog:
         waiting = self.state.waiting
         if isinstance(waiting, Backlog):
-            return waiting.walk()
-        return Backlog(lambda job: self.policy.rank(job, self.now), waiting).walk()
+            return waiting
+        return Backlog(lambda job: self.policy.rank(job, self.now), waiting, self.policy.due_s)
+
+    def _urgent(self, backlog: Backlog) -> set[str]:
+        """Those that have waited as long as they may start first; for one that can't, devices are kept as they come
+        free (EASY's promise), whatever else the policy lets pass."""
+        urgent = backlog.overdue(self.now)
+        if urgent:
+            highest = max(job.priority for job in self.state.waiting)
+            urgent = [job for job in urgent if job.priority == highest]
+        for job in urgent:
+            if self.ledger is not None and self.ledger.full(job) is not None:
+                continue
+            found = self._place(job) or (self._preempt(job) if self.policy.preempts else None)
+            if found is not None:
+                self._start(job, *found)
+                continue
+            for kind in self.kinds(job):
+                if kind not in self.promised:
+                    self.promised[kind] = self._promise(job, kind)
+        return {job.id for job in urgent}
 
     def kinds(self, job: Job) -> list[str]:
         """Kinds that can run the job, the fastest first; none on which an earlier job lets nobody pass."""
@@ -134,6 +158,7 @@ class Round:
             assert victim.placement is not None
             self.pool.give(victim.placement)
             self._stopped.add(victim.id)
+            self.policy.stopped(victim)
             reason = f"{job.id} goes before it and needs its place"
             self.made.append(Preempt(victim.id, job.id, reason))
             if self.ledger is not None:

@@ -17,6 +17,7 @@ from tunerack.schedule.cluster import Cluster, Placement, Pool
 from tunerack.schedule.decisions import Preempt, Resize, Start
 from tunerack.schedule.job import Job
 from tunerack.schedule.policy import Policy
+from tunerack.schedule.promise import FifoPlan
 from tunerack.schedule.round import decide
 from tunerack.schedule.state import Quota, State
 from tunerack.schedule.traces.trace import Trace
@@ -105,7 +106,8 @@ class Simulation:
         self.running: dict[str, Job] = {}
         self.now = 0.0
         self.waiting: dict[str, Job] = {}
-        self.backlog = Backlog(lambda job: policy.rank(job, self.now)) if policy.steady else None
+        self.backlog = Backlog(lambda job: policy.rank(job, self.now), (), policy.due_s) if policy.steady else None
+        self.fifo = FifoPlan(cluster.devices) if policy.bounded else None
         self.work: dict[str, float] = {}
         self.first_start: dict[str, float] = {}
         self.jobs = {job.id: job for job in trace.jobs}
@@ -146,24 +148,28 @@ class Simulation:
         error = self.model.estimate_error
         factor = 1 + (error if self._chance.random() < 0.5 else -error)
         self.work[traced.id] = traced.work_s
-        self._wait(
-            Job(
-                traced.id,
-                traced.submitted_s,
-                traced.gang,
-                traced.work_s * factor,
-                traced.scaling,
-                order=order,
-                team=traced.team,
-                priority=traced.priority,
-                deadline_s=traced.deadline_s,
-                uncertainty=error,
-                restart_s=self.model.restart_s,
-                min_run_s=self.model.min_run_s,
-                weight=traced.weight,
-                as_of_s=traced.submitted_s,
-            )
+        job = Job(
+            traced.id,
+            traced.submitted_s,
+            traced.gang,
+            traced.work_s * factor,
+            traced.scaling,
+            order=order,
+            team=traced.team,
+            priority=traced.priority,
+            deadline_s=traced.deadline_s,
+            uncertainty=error,
+            restart_s=self.model.restart_s,
+            min_run_s=self.model.min_run_s,
+            weight=traced.weight,
+            as_of_s=traced.submitted_s,
         )
+        if self.fifo is not None:
+            wait_s = self.fifo.wait_s(job.submitted_s, job.gang, job.total_s)
+            job = replace(job, max_wait_s=self.policy.bound_s(job, wait_s))
+        if job.deadline_s is not None and self.policy.promise(job, self._state(), self.now):
+            job = replace(job, promised_end_s=job.deadline_s)
+        self._wait(job)
 
     def _wait(self, job: Job) -> None:
         self.waiting[job.id] = job
@@ -209,10 +215,13 @@ class Simulation:
 
     # Decisions
 
+    def _state(self) -> State:
+        waiting: Backlog | list[Job] = self.backlog if self.backlog is not None else list(self.waiting.values())
+        return State(self.cluster, waiting, list(self.running.values()), self.quotas, {}, self.pool)
+
     def _round(self) -> float | None:
         self.rounds += 1
-        waiting: Backlog | list[Job] = self.backlog if self.backlog is not None else list(self.waiting.values())
-        state = State(self.cluster, waiting, list(self.running.values()), self.quotas, {}, self.pool)
+        state = self._state()
         # Stops come before the starts that they make place for; what grows, after what shrinks.
         for decision in decide(state, self.now, self.policy):
             if isinstance(decision, Preempt):
@@ -224,7 +233,7 @@ class Simulation:
                 self._start(job, decision.placement)
             elif isinstance(decision, Resize):
                 self._resize(self.running[decision.job_id], decision.placement)
-        due = self.policy.wake_s(state, self.now)
+        due = self.policy.wake_s(self._state(), self.now)
         if self.round_s and (self.waiting or self.running):
             due = self.now + self.round_s
         return due if due is not None and due > self.now else None
