@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -461,6 +462,71 @@ def test_one_engine_serves_while_it_trains(tiny, tiny_adapters, references, tmp_
     assert set(texts) == {tiny.tokenizer.decode(references["a0", 0], skip_special=True)}
     assert engine.trainer.records["job"].state == "succeeded"
     assert largest_difference(weights(alone), weights(beside)) == 0.0
+
+
+def test_a_pass_left_in_its_middle_for_requests_gives_the_same_bits(tiny, tiny_adapters, references, tmp_path):
+    """Serving steps between the layers of a pass, forward and back, with dropout; nothing of the job moves."""
+    from .test_training import largest_difference, losses, request_of, run, spec_of, weights
+
+    alone = request_of("job", tmp_path / "alone", spec_of(lora={"dropout": 0.1}))
+    expected = losses(run(tiny, [alone]), "job")
+    engine = Engine(tiny, limits=Limits(8, 1 << 24), micro_batch_tokens=256)
+    engine.bank.load("a0", read_adapter(tiny_adapters["a0"], tiny.identity))
+    beside = request_of("job", tmp_path / "beside", spec_of(lora={"dropout": 0.1}))
+    engine.trainer.submit([beside])
+    sinks, pauses = [], []
+
+    def pause() -> None:
+        pauses.append(1)
+        if len(pauses) % 7 == 0:
+            sinks.append(ask(engine.server, PROMPTS[2], "a0"))
+        if engine.server.has_work:
+            engine.server.step()
+
+    engine.trainer.pause = pause
+    while engine.trainer.records["job"].live:
+        engine.trainer.advance()
+    finish(engine.server)
+    groups = len(tiny.decoder.groups())
+    assert len(pauses) == len(expected) * (2 * groups - 1), "each group forward, and back but for the first"
+    assert losses(engine.trainer, "job") == expected
+    assert largest_difference(weights(alone), weights(beside)) == 0.0
+    assert {s.text[0] for s in sinks} == {tiny.tokenizer.decode(references["a0", 2], skip_special=True)}
+
+
+def test_a_request_does_not_wait_for_the_end_of_a_pass(smollm2, smollm2_folder, tmp_path):
+    """The first token beside a pass of seconds comes sooner than the pass ends, and adapters load meanwhile."""
+    from .test_training import request_of, spec_of
+
+    engine = Engine(smollm2, limits=Limits(8, 1 << 26), micro_batch_tokens=4096)
+    passes, advance = [], engine.trainer.advance
+
+    def timed() -> None:
+        started = time.monotonic()
+        advance()
+        passes.append(time.monotonic() - started)
+
+    engine.trainer.advance = timed  # type: ignore[method-assign]
+    spec = spec_of(n_epochs=1, batch_size=32, seq_len=128, lora={"rank": 8})
+    engine.train([request_of("job", tmp_path / "job", spec, rows=32)])
+    in_pass = threading.Event()
+    between = engine._between_layers
+
+    def watched() -> None:
+        in_pass.set()
+        between()
+
+    engine.trainer.pause = watched
+    engine.start()
+    assert in_pass.wait(120)
+    started, done = time.monotonic(), threading.Event()
+    engine.generate(GenerationRequest((40, 41, 42), None, GREEDY, 1, 1, (), frozenset(), lambda piece: done.set()))
+    assert done.wait(120)
+    waited, in_passes = time.monotonic() - started, len(passes)
+    while engine.trainer.records["job"].live:
+        time.sleep(0.05)
+    engine.stop()
+    assert waited < 0.5 * passes[in_passes], "an answer came out of the middle of the pass that was under way"
 
 
 def test_a_step_that_raises_ends_its_answers_and_no_others(tiny, monkeypatch):

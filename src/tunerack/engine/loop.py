@@ -1,7 +1,8 @@
 """One engine: one base, one thread that both serves and trains on it.
 
-Requests come first; training takes the time that no request needs, and at least one unit of work in every
-`TRAINING_SHARE_S` while requests keep coming, so that neither can starve the other.
+Training takes the time that requests don't need to keep what was promised to them, and a least share of it in any
+case (`serve.promise`). A training pass is left for requests between two of its layers and gone on with afterwards:
+nothing that was computed is lost, and the pass gives the same bits as without them.
 """
 
 from __future__ import annotations
@@ -23,25 +24,32 @@ from tunerack.engine.serving.server import Limits, Server
 from tunerack.engine.training.record import JobRecord, JobRequest
 from tunerack.engine.training.trainer import Trainer
 from tunerack.errors import Invalid
+from tunerack.serve.promise import Promise, Turns
 
 log = logging.getLogger(__name__)
 
-TRAINING_SHARE_S = 5.0
 _IDLE_WAIT_S = 0.5
 
 T = TypeVar("T")
+_Call = tuple[Callable[[], object], Future[object]]
 
 
 class Engine:
     """The loop and the ways into it; every public method may be called from any thread."""
 
-    def __init__(self, base: BaseModel, *, limits: Limits, micro_batch_tokens: int) -> None:
+    def __init__(
+        self, base: BaseModel, *, limits: Limits, micro_batch_tokens: int, promise: Promise | None = None
+    ) -> None:
         self.base = base
+        self.turns = Turns(promise or Promise())
         self.bank = AdapterBank(base.decoder.groups())
         self.server = Server(base, self.bank, limits)
         self.trainer = Trainer(base, micro_batch_tokens=micro_batch_tokens)
+        self.trainer.pause = self._between_layers
         self.failure: str | None = None
-        self._calls: deque[tuple[Callable[[], object], Future[object]]] = deque()
+        self._calls: deque[_Call] = deque()
+        self._quick_calls: deque[_Call] = deque()
+        self._training_since = 0.0
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -77,17 +85,20 @@ class Engine:
                 code="adapter_exists",
             )
         weights = read_adapter(directory, self.base.identity, self.base.decoder.dtype)
-        self.call(lambda: self.bank.load(name, weights))
+        self.call(lambda: self.bank.load(name, weights), inside_pass=True)
         return weights
 
     def unload_adapter(self, name: str) -> bool:
         """Stop serving an adapter to new requests; False when there is none of this name."""
-        return self.call(lambda: self.bank.unload(name))
+        return self.call(lambda: self.bank.unload(name), inside_pass=True)
 
-    def call(self, action: Callable[[], T]) -> T:
-        """Run something between two steps, in the engine's thread, and wait for its result."""
+    def call(self, action: Callable[[], T], *, inside_pass: bool = False) -> T:
+        """Run something in the engine's thread, between two units of work, and wait for its result.
+
+        inside_pass: it has nothing to do with training, and need not wait for the end of a pass
+        """
         future: Future[object] = Future()
-        self._calls.append((action, future))
+        (self._quick_calls if inside_pass else self._calls).append((action, future))
         self._notify()
         return future.result()  # type: ignore[return-value]
 
@@ -104,32 +115,55 @@ class Engine:
             raise
 
     def _loop(self) -> None:
-        last_training = time.monotonic()
         while not self._stopping:
-            self._run_calls()
-            if self.server.has_work:
+            _run(self._calls)
+            _run(self._quick_calls)
+            if self._requests_next(training=self.trainer.has_work):
                 self._serve()
-                if not self.trainer.has_work or time.monotonic() - last_training < TRAINING_SHARE_S:
-                    continue
-            if self.trainer.has_work:
+            elif self.trainer.has_work:
+                self._training_since = time.monotonic()
                 self.trainer.advance()
-                last_training = time.monotonic()
-                continue
-            with self._wake:
-                if not (self._calls or self.server.has_work or self.trainer.has_work or self._stopping):
-                    self._wake.wait(_IDLE_WAIT_S)
+                self._count_training()
+            else:
+                with self._wake:
+                    if not (self._calls or self._quick_calls or self.server.has_work or self.trainer.has_work):
+                        self._wake.wait(_IDLE_WAIT_S)
+
+    def _between_layers(self) -> None:
+        """Called by a training pass in the middle of its work."""
+        self._count_training()
+        _run(self._quick_calls)
+        while not self._stopping and self._requests_next(training=True):
+            self._serve()
+        self._training_since = time.monotonic()
+
+    def _requests_next(self, *, training: bool) -> bool:
+        if not self.server.has_work:
+            return False
+        load = self.server.load(self.turns.promise)
+        return self.turns.requests_next(load, time.monotonic(), training=training)
+
+    def _count_training(self) -> None:
+        now = time.monotonic()
+        self.turns.trained(now - self._training_since, now, beside_requests=self.server.has_work)
+        self._training_since = now
 
     def _serve(self) -> None:
+        started = time.monotonic()
         try:
-            self.server.step()
+            prefilled = self.server.step(self.turns.prefill_tokens())
         except Exception as error:
             log.exception("a serving step failed")
             self.server.fail_running(f"{type(error).__name__}: {error}")
+            return
+        now = time.monotonic()
+        self.turns.served(now - started, now, prefill_tokens=prefilled)
 
-    def _run_calls(self) -> None:
-        while self._calls:
-            action, future = self._calls.popleft()
-            try:
-                future.set_result(action())
-            except BaseException as error:
-                future.set_exception(error)
+
+def _run(calls: deque[_Call]) -> None:
+    while calls:
+        action, future = calls.popleft()
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)

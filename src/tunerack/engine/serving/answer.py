@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +67,8 @@ class Answer:
         self.identity = "" if adapter is None else adapter.weights.version
         self.generated: Counter[int] = Counter()
         self.cancelled = False
+        self.arrived_s = time.monotonic()
+        self.last_token_s: float | None = None
         self._text = TextStream(tokenizer)
         self._held = ""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from tunerack.engine.serving.bank import AdapterBank, ServedAdapter
 from tunerack.engine.serving.route import Range, ServingRoute, decode_order
 from tunerack.engine.serving.sampling import choose_token, token_logprob
 from tunerack.errors import NotFound
+from tunerack.serve.promise import Load, Promise
 
 
 @dataclass(frozen=True)
@@ -87,18 +90,32 @@ class Server:
         for answer in answers:
             answer.cancelled = True
 
+    def load(self, promise: Promise) -> Load:
+        """What the requests of this moment ask of the engine."""
+        with self._lock:
+            waiting, running = list(self._waiting), list(self._running)
+        if waiting and len(running) >= self.limits.max_running:
+            return Load(len(waiting) + len(running), -math.inf)
+        due = (_due(a, promise) for a in [*waiting, *running] if not a.cancelled)
+        return Load(len(waiting) + len(running), min(due, default=-math.inf))
+
     @torch.inference_mode()
-    def step(self) -> None:
-        """One pass: a chunk of prompts and one token of every running answer."""
+    def step(self, prefill_tokens: int | None = None) -> int:
+        """One pass: a chunk of prompts and one token of every running answer; returns the prompt tokens in it.
+
+        prefill_tokens: fewer than the limit, so that the pass is short enough for a promise
+        """
         self._remove_cancelled()
         self._admit()
-        prompts, decodes = self._plan()
+        limit = self.limits.prefill_tokens
+        prompts, decodes = self._plan(limit if prefill_tokens is None else min(limit, prefill_tokens))
         if not prompts and not decodes:
-            return
+            return 0
         logits = self._forward(prompts, decodes)
         ready = [a for a, n in prompts if self._computed(a) == len(a.tokens)] + decodes
         for answer, row in zip(ready, logits, strict=True):
             self._choose(answer, row)
+        return sum(n for _, n in prompts)
 
     def fail_all(self, message: str) -> None:
         """End every answer with an error, as when the process stops."""
@@ -148,9 +165,9 @@ class Server:
     def _reject(self, answer: Answer) -> None:
         self._fail(answer, f"{len(answer.tokens)} tokens do not fit into the key-value cache of this engine")
 
-    def _plan(self) -> tuple[list[tuple[Answer, int]], list[Answer]]:
+    def _plan(self, budget: int) -> tuple[list[tuple[Answer, int]], list[Answer]]:
         """Which answers get how many prompt tokens, and which get their next token."""
-        prompts, decodes, budget = [], [], self.limits.prefill_tokens
+        prompts, decodes = [], []
         for answer in list(self._running):
             if answer not in self._running:
                 continue
@@ -224,6 +241,7 @@ class Server:
         logprob = None if params.logprobs is None else token_logprob(logits, token, params.logprobs)
         self.generated_tokens += 1
         piece = answer.accept(token, logprob, self.base.max_model_len - len(answer.tokens) - 1)
+        answer.last_token_s = time.monotonic()
         piece = replace(piece, cached=answer.cached_tokens or 0)
         if piece.finish_reason is not None:
             self._end(answer)
@@ -241,6 +259,13 @@ class Server:
         if answer.adapter is not None:
             self.bank.release(answer.adapter)
             answer.adapter = None
+
+
+def _due(answer: Answer, promise: Promise) -> float:
+    since, allowed = (
+        (answer.arrived_s, promise.ttft_s) if answer.last_token_s is None else (answer.last_token_s, promise.itl_s)
+    )
+    return -math.inf if allowed is None else since + allowed
 
 
 def _route(prompts: list[tuple[Answer, int]], decodes: list[Answer]) -> ServingRoute | None:

@@ -14,6 +14,7 @@ from tunerack.engine.decoder import Decoder
 from tunerack.engine.kernels import TokenLoss
 from tunerack.engine.routing import Routing
 from tunerack.engine.training.balance import JobRouting, balance
+from tunerack.engine.training.pause import Pause
 from tunerack.engine.training.route import Document, Segment, TrainingRoute
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def run_pass(
     *,
     denominators: Mapping[str, float],
     training: bool,
+    pause: Pause | None = None,
 ) -> PassResult:
     """One forward pass over a micro-batch, and, when training, one backward pass that adds to each job's gradients.
 
@@ -110,7 +112,7 @@ def run_pass(
     routing = None if experts is None else Routing()
     with torch.set_grad_enabled(training):
         attention = DocumentAttention([len(d.tokens) for d in documents])
-        hidden = decoder.hidden(tokens, positions, attention, TrainingRoute(segments), routing)
+        hidden = decoder.hidden(tokens, positions, attention, TrainingRoute(segments, pause), routing)
         total, losses = TokenLoss.apply(
             hidden[chosen],
             decoder.head,

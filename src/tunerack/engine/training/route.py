@@ -13,6 +13,7 @@ from tunerack.engine.linear import AdaptableLinear, TrainedLinear, Update, Updat
 from tunerack.engine.magnitude import dropped_update, rescale, row_norms
 from tunerack.engine.training.dropout import keep_mask
 from tunerack.engine.training.parameters import AdaptedGroup, AdapterParameters
+from tunerack.engine.training.pause import Pause, PauseBefore
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,15 @@ class Segment:
 
 
 class TrainingRoute:
-    """Applies to each segment the adapter of its job; every row has one."""
+    """Applies to each segment the adapter of its job; every row has one. `pause` is called before every group."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], pause: Pause | None = None) -> None:
         self.segments = tuple(segments)
+        self.pause = pause
 
     def apply(self, group: AdaptableLinear, x: Tensor) -> Tensor:
+        if self.pause is not None:
+            x = PauseBefore.apply(x, self.pause)
         updates, parameters = [], []
         adapted = [segment.parameters.groups.get(group.index) for segment in self.segments]
         for segment, found in zip(self.segments, adapted, strict=True):

@@ -23,6 +23,7 @@ from tunerack.engine.training.calibration import measure_rate
 from tunerack.engine.training.checkpoint import Checkpoint, choose, restore, write_checkpoint
 from tunerack.engine.training.job import Failure, TrainingJob
 from tunerack.engine.training.microbatch import MicroBatch, pack, run_pass
+from tunerack.engine.training.pause import Pause
 from tunerack.engine.training.plan import predict
 from tunerack.engine.training.record import JobRecord, JobRequest, build_job
 from tunerack.engine.training.result import choose_result, failure_of
@@ -65,6 +66,8 @@ class Trainer:
         self._checkpoint_wanted = False
         self._steps_since_checkpoint = 0
         self._work = self._run()
+        # Called inside a pass, wherever it can be left for a moment.
+        self.pause: Pause | None = None
         # Told to do each unit of work in place of `advance`; a profile watches that way.
         self.observer: Callable[[Callable[[], None]], None] | None = None
 
@@ -244,7 +247,14 @@ class Trainer:
         self._jobs = together
 
     def _pass(self, batch: MicroBatch, sums: _Sums, *, training: bool) -> None:
-        result = run_pass(self.base.decoder, batch, self._jobs, denominators=sums.denominator, training=training)
+        result = run_pass(
+            self.base.decoder,
+            batch,
+            self._jobs,
+            denominators=sums.denominator,
+            training=training,
+            pause=self.pause,
+        )
         for name, loss in result.weighted_loss.items():
             sums.loss[name] += loss
             sums.tokens[name] += result.tokens[name]
