@@ -18,6 +18,8 @@ _BOUNDS: Mapping[str, tuple[int, int | None]] = {
     "kv_cache_bytes": (1, None),
     "max_running": (1, None),
     "max_upload_bytes": (1, None),
+    "ttft_ms": (0, None),
+    "itl_ms": (0, None),
 }
 _DEVICES = ("auto", "cpu", "cuda")
 
@@ -35,6 +37,8 @@ class Settings:
     kv_cache_bytes: most bytes that the KV cache of an engine holds
     max_running: most requests that are decoded in one step
     max_upload_bytes: largest file that is accepted
+    ttft_ms: within how many milliseconds a request has its first token while training runs beside; 0: as soon as can be
+    itl_ms: within how many milliseconds an answer's next token comes while training runs beside; 0: as soon as can be
     """
 
     home: Path = Path("~/.tunerack")
@@ -47,6 +51,8 @@ class Settings:
     kv_cache_bytes: int = 2 * 1024**3
     max_running: int = 32
     max_upload_bytes: int = 512 * 1024**2
+    ttft_ms: int = 0
+    itl_ms: int = 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -90,6 +96,11 @@ class Settings:
         """The same settings with another home folder, made absolute."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Settings(**{**values, "home": path_as_given(home).absolute()})
+
+    def worker_environment(self) -> dict[str, str]:
+        """The environment of a worker that this installation starts."""
+        promise = {"TUNERACK_TTFT_MS": str(self.ttft_ms), "TUNERACK_ITL_MS": str(self.itl_ms)}
+        return {**compute_environment(), **promise}
 
     @property
     def database(self) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tunerack.cli.main import main
+from tunerack.errors import Invalid
 from tunerack.executors.local import running_process
 
 
@@ -158,3 +159,18 @@ def test_a_home_that_can_not_be_written(tmp_path: Path, capsys: Any, monkeypatch
     code, out, err = run(capsys, "up")
     assert (code, out) == (1, None)
     assert "error" in json.loads(err)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("500ms", 500), ("1.5s", 1500), ("0ms", 0), (" 2 s ", 2000)])
+def test_times_of_a_promise(text, expected):
+    from tunerack.cli.up import _milliseconds
+
+    assert _milliseconds(text, "--ttft") == expected
+
+
+@pytest.mark.parametrize("text", ["500", "-1ms", "soon", "1e3ms", "9" * 30 + "ms"])
+def test_a_promise_that_is_no_time_is_refused(text):
+    from tunerack.cli.up import _milliseconds
+
+    with pytest.raises(Invalid, match="is no time"):
+        _milliseconds(text, "--itl")

@@ -86,6 +86,7 @@ def start(settings: Settings, models: Sequence[str], timeout_s: float = 60.0) ->
     log_path = settings.logs / "control.log"
     arguments = ["--home", str(settings.home), "up", "--foreground", "--host", settings.host]
     arguments += ["--port", str(settings.port)] + [part for model in models for part in ("--model", model)]
+    arguments += ["--ttft", f"{settings.ttft_ms}ms", "--itl", f"{settings.itl_ms}ms"]
     with log_path.open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "tunerack.cli.main", *arguments],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import click
@@ -18,15 +19,25 @@ from tunerack.settings import Settings
 @click.option(
     "--port", metavar="N", type=click.IntRange(0, 65535), default=None, help="Port to listen at.  [default: 7411]"
 )
+@click.option("--ttft", metavar="TIME", default=None, help="First token of a request beside training within: 500ms.")
+@click.option("--itl", metavar="TIME", default=None, help="Next token of an answer beside training within: 80ms.")
 @json_option
 @click.pass_obj
 def command(
-    settings: Settings, model: str | None, foreground: bool, host: str | None, port: int | None, as_json: bool
+    settings: Settings,
+    model: str | None,
+    foreground: bool,
+    host: str | None,
+    port: int | None,
+    ttft: str | None,
+    itl: str | None,
+    as_json: bool,
 ) -> None:
     """Start the server of this machine.
 
     It keeps running after the command has ended; `tunerack down` stops it. NAME is a base model of the catalogue, or
-    any name with the PATH of its folder or GGUF file.
+    any name with the PATH of its folder or GGUF file. Training takes what time requests leave: as soon as can be is
+    what they are promised, unless --ttft and --itl allow them to wait for so long, which gives training more.
     """
     from tunerack.cli import daemon
 
@@ -34,6 +45,8 @@ def command(
         settings,
         host=settings.host if host is None else host,
         port=settings.port if port is None else port,
+        ttft_ms=settings.ttft_ms if ttft is None else _milliseconds(ttft, "--ttft"),
+        itl_ms=settings.itl_ms if itl is None else _milliseconds(itl, "--itl"),
     )
     running = daemon.running_control(settings)
     if running is not None and foreground:
@@ -48,7 +61,16 @@ def command(
         emit({"url": url, "started": running is None, "home": str(settings.home)})
     elif running is not None:
         click.echo(f"already up at {url}")
-        if model is not None:
-            click.echo(f"--model {model} was not used; stop the server first: tunerack down")
+        given = {"--model": model, "--ttft": ttft, "--itl": itl}
+        for option, value in given.items():
+            if value is not None:
+                click.echo(f"{option} {value} was not used; stop the server first: tunerack down")
     else:
         click.echo(f"up at {url}\nstop it: tunerack down")
+
+
+def _milliseconds(text: str, option: str) -> int:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*(ms|s)", text.strip())
+    if match is None:
+        raise Invalid(f"{text!r} is no time", where=option, hint="for example 500ms or 1.5s; 0ms: as soon as can be")
+    return round(float(match[1]) * (1000 if match[2] == "s" else 1))

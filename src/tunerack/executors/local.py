@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tunerack.errors import Invalid, Unavailable
 from tunerack.executors.executor import Handle
-from tunerack.settings import Settings, compute_environment
+from tunerack.settings import Settings
 
 WORKER_COMMAND = (sys.executable, "-m", "tunerack.worker")
 POLL_S = 0.05
@@ -39,6 +39,7 @@ class LocalExecutor:
         self, settings: Settings, command: Sequence[str] = WORKER_COMMAND, *, start_timeout_s: float = 90.0
     ) -> None:
         self._home = settings.home
+        self._environment = settings.worker_environment()
         self._workers = settings.workers
         self._logs = settings.logs
         self._command = tuple(command)
@@ -58,7 +59,7 @@ class LocalExecutor:
         with self._log_path(worker_id).open("ab") as log:
             child = subprocess.Popen(
                 [*self._command, *arguments],
-                env=compute_environment(),
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ from typing import Any
 from tunerack.catalog import models
 from tunerack.engine.loop import Engine
 from tunerack.errors import Invalid, TunerackError, Unavailable
+from tunerack.serve.promise import Promise
 from tunerack.settings import Settings
 
 log = logging.getLogger("tunerack.worker")
@@ -94,7 +95,11 @@ class Process:
         device, dtype = choose_device(settings.device)
         base = load_base(directory, name=model.name, aliases=model.aliases, dtype=dtype, device=device)
         limits = Limits(max_running=settings.max_running, kv_cache_bytes=settings.kv_cache_bytes)
-        return Engine(base, limits=limits, micro_batch_tokens=settings.micro_batch_tokens)
+        promise = Promise(
+            ttft_s=settings.ttft_ms / 1000 if settings.ttft_ms else None,
+            itl_s=settings.itl_ms / 1000 if settings.itl_ms else None,
+        )
+        return Engine(base, limits=limits, micro_batch_tokens=settings.micro_batch_tokens, promise=promise)
 
 
 def _user_catalogue(home: Path) -> Path:
