@@ -153,10 +153,11 @@ def merged_model(base: Path, adapter: Path | None) -> Any:
     return model.eval()
 
 
-def merged_logits(base: Path, adapter: Path | None, ids: list[int]) -> Any:
-    """Logits [tokens, vocab] of the merged model."""
+def merged_logits(base: Path, adapter: Path | None, ids: list[int], *, exact: bool = False) -> Any:
+    """Logits [tokens, vocab] of the merged model; exact: computed in double precision."""
+    model = merged_model(base, adapter)
     with torch.inference_mode():
-        return merged_model(base, adapter)(torch.tensor([ids])).logits[0]
+        return (model.double() if exact else model)(torch.tensor([ids])).logits[0]
 
 
 @pytest.fixture(scope="session")
