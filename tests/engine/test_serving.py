@@ -368,7 +368,7 @@ def edit_config(adapter: Path, target: Path, **changes) -> Path:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True}, "lora_magnitude_vector"),
         ({"bias": "all"}, "biases"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": ["q_proj", "w_pack"]}, "'w_pack' is no adaptable layer"),
@@ -483,7 +483,7 @@ def test_a_pass_left_in_its_middle_for_requests_gives_the_same_bits(tiny, tiny_a
         if engine.server.has_work:
             engine.server.step()
 
-    engine.trainer.pause = pause
+    engine.trainer.between_layers = pause
     while engine.trainer.records["job"].live:
         engine.trainer.advance()
     finish(engine.server)
@@ -516,7 +516,7 @@ def test_a_request_does_not_wait_for_the_end_of_a_pass(smollm2, smollm2_folder, 
         in_pass.set()
         between()
 
-    engine.trainer.pause = watched
+    engine.trainer.between_layers = watched
     engine.start()
     assert in_pass.wait(120)
     started, done = time.monotonic(), threading.Event()

@@ -12,6 +12,7 @@ from tunerack.engine.blocks import AttentionMixer, FeedForward, Layer, Mixer, Ml
 from tunerack.engine.experts import Experts, StackedLinear
 from tunerack.engine.linear import AdaptableLinear, Projection
 from tunerack.engine.moe import MoeFeedForward
+from tunerack.engine.products import input_order
 from tunerack.engine.weights import Weights
 
 
@@ -99,7 +100,7 @@ class LayerBuilder:
             if found is not None:
                 biases.append(found)
             begin += size
-        fused = torch.cat(parts) if len(parts) > 1 else parts[0]
+        fused = input_order(torch.cat(parts) if len(parts) > 1 else parts[0])
         return AdaptableLinear(next(self._indices), projections, fused, _joined(biases))
 
 

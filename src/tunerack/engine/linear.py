@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tunerack.engine.products import product
+from tunerack.engine.products import close_product, product
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class AdaptableLinear:
         if torch.is_grad_enabled() and x.requires_grad:
             result: Tensor = TrainedLinear.apply(x, self.weight, self.bias, ())
             return result
-        return product(x, dense(self.weight), self.bias)
+        return close_product(x, dense(self.weight), self.bias)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Engine:
         self.bank = AdapterBank(base.decoder.groups())
         self.server = Server(base, self.bank, limits)
         self.trainer = Trainer(base, micro_batch_tokens=micro_batch_tokens)
-        self.trainer.pause = self._between_layers
+        self.trainer.between_layers = self._between_layers
         self.failure: str | None = None
         self._calls: deque[_Call] = deque()
         self._quick_calls: deque[_Call] = deque()

@@ -75,6 +75,8 @@ class TrainingRoute:
         return torch.cat([_with_magnitude(s, found, group, xs, ys) for s, found, xs, ys in rows])
 
     def apply_experts(self, experts: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        if self.pause is not None:
+            x = PauseBefore.apply(x, self.pause)
         updates = []
         for segment in self.segments:
             gate_up, down = (_expert_lora(segment, layer, chosen.shape[1]) for layer in (experts.gate_up, experts.down))

@@ -67,7 +67,7 @@ class Trainer:
         self._steps_since_checkpoint = 0
         self._work = self._run()
         # Called inside a pass, wherever it can be left for a moment.
-        self.pause: Pause | None = None
+        self.between_layers: Pause | None = None
         # Told to do each unit of work in place of `advance`; a profile watches that way.
         self.observer: Callable[[Callable[[], None]], None] | None = None
 
@@ -253,7 +253,7 @@ class Trainer:
             self._jobs,
             denominators=sums.denominator,
             training=training,
-            pause=self.pause,
+            pause=self.between_layers,
         )
         for name, loss in result.weighted_loss.items():
             sums.loss[name] += loss
