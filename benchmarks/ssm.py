@@ -38,7 +38,7 @@ def ours_from(mixer: TheirMixer) -> MambaMixer:
         return AdaptableLinear(index, [Projection(name, 0, linear.out_features)], linear.weight.data, bias)
 
     return MambaMixer(
-        group(0, "in_proj"), mixer.conv1d.weight.data[:, 0].T.flip(0).contiguous(), mixer.conv1d.bias.data,
+        0, group(0, "in_proj"), mixer.conv1d.weight.data[:, 0].T.flip(0).contiguous(), mixer.conv1d.bias.data,
         group(1, "x_proj"), group(2, "dt_proj"), -torch.exp(mixer.A_log.data).T.contiguous(), mixer.D.data,
         group(3, "out_proj"),
     )  # fmt: skip
@@ -69,14 +69,14 @@ def main() -> None:
     ours = ours_from(theirs)
     x = torch.randn(options.tokens, options.hidden, requires_grad=True)
     direction = torch.randn_like(x)
-    documents = Documents([options.tokens], x.device)
-    difference = (ours(0, x, documents, None) - theirs(x[None])[0]).detach().abs().max().item()
+    documents = Documents([options.tokens])
+    difference = (ours.mix(x, documents, None) - theirs(x[None])[0]).detach().abs().max().item()
     result = {
         "machine": f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}",
         "tokens": options.tokens,
         "hidden": options.hidden,
         "largest_difference": difference,
-        "ours_s": seconds(lambda: ours(0, x, documents, None), direction),
+        "ours_s": seconds(lambda: ours.mix(x, documents, None), direction),
         "transformers_loop_s": seconds(lambda: theirs(x[None])[0], direction),
     }
     if is_mambapy_available():

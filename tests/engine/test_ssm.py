@@ -48,6 +48,7 @@ def our_mixer(mixer: torch.nn.Module) -> MambaMixer:
     falcon = isinstance(mixer, FalconMambaMixer)
     rank, state = mixer.time_step_rank, mixer.ssm_state_size
     return MambaMixer(
+        layer=0,
         in_proj=group(0, "in_proj"),
         conv=mixer.conv1d.weight.data[:, 0].T.flip(0).contiguous(),
         conv_bias=mixer.conv1d.bias.data,
@@ -69,7 +70,7 @@ def test_outputs_and_gradients_equal_those_of_transformers(kind):
     ours = our_mixer(theirs)
     x = torch.randn(sum(lengths), 24, requires_grad=True)
     direction = torch.randn_like(x)
-    mixed = ours(0, x, Documents(lengths, CPU), None)
+    mixed = ours.mix(x, Documents(lengths), None)
     expected = torch.cat([theirs(part[None])[0] for part in x.split(lengths)])
     torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)
     mine, reference = (torch.autograd.grad((y * direction).sum(), x)[0] for y in (mixed, expected))
@@ -90,7 +91,7 @@ def test_lora_gradients_of_two_jobs_equal_autograd_through_the_merged_weights():
         segments.append(Segment(parameters, documents, begin, begin + sum(lengths), 0, 0, 0.0))
         jobs.append((parameters, lengths, begin))
         begin += sum(lengths)
-    (ours(0, x, Documents([9, 1, 30], CPU), TrainingRoute(segments)) * direction).sum().backward()
+    (ours.mix(x, Documents([9, 1, 30]), TrainingRoute(segments)) * direction).sum().backward()
     for parameters, lengths, start in jobs:
         leaves = {name: t.clone().requires_grad_(True) for name, t in parameters.tensors().items()}
         scale = 6.0 / parameters.config.rank
@@ -125,11 +126,11 @@ def test_packed_equals_separate(lengths, block_elements):
     before = scan.BLOCK_ELEMENTS
     scan.BLOCK_ELEMENTS = block_elements
     try:
-        packed = mixer(0, x, Documents(lengths, CPU), None)
+        packed = mixer.mix(x, Documents(lengths), None)
         packed_grad = torch.autograd.grad((packed * direction).sum(), x)[0]
     finally:
         scan.BLOCK_ELEMENTS = before
-    alone = torch.cat([mixer(0, part, Documents([len(part)], CPU), None) for part in x.split(lengths)])
+    alone = torch.cat([mixer.mix(part, Documents([len(part)]), None) for part in x.split(lengths)])
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
     alone_grad = torch.autograd.grad((alone * direction).sum(), x)[0]
     torch.testing.assert_close(packed_grad, alone_grad, rtol=1e-5, atol=1e-5)
@@ -138,7 +139,7 @@ def test_packed_equals_separate(lengths, block_elements):
 def test_a_border_that_leaks_would_be_seen():
     mixer = our_mixer(reference_mixer())
     x = torch.randn(30, 24)
-    apart, joined = mixer(0, x, Documents([20, 10], CPU), None), mixer(0, x, Documents([30], CPU), None)
+    apart, joined = mixer.mix(x, Documents([20, 10]), None), mixer.mix(x, Documents([30]), None)
     assert torch.equal(apart[:20], joined[:20])
     assert float((apart[20:] - joined[20:]).abs().max()) > 1e-3
 
@@ -162,7 +163,7 @@ def test_gradients_of_scan_and_convolution_are_those_of_finite_differences():
         moved = [[t + sign * 1e-2 * towards if j == i else t for j, t in enumerate(inputs)] for sign in (1, -1)]
         slope = float(value(moved[0]) - value(moved[1])) / 2e-2
         assert float((gradient * towards).sum()) == pytest.approx(slope, rel=5e-3, abs=5e-3)
-    taps, bias, documents = torch.randn(4, channels).double(), torch.randn(channels).double(), Documents(lengths, CPU)
+    taps, bias, documents = torch.randn(4, channels).double(), torch.randn(channels).double(), Documents(lengths)
     x = torch.randn(10, channels, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: CausalConv.apply(t, taps, bias, documents, None), (x,))
 
@@ -172,7 +173,7 @@ def test_prompts_in_chunks_and_single_tokens_equal_one_pass():
     mixer = our_mixer(reference_mixer())
     rows = {name: torch.randn(n, 24) for name, n in (("a", 23), ("b", 9), ("c", 4))}
     plan = [{"a": 2}, {"a": 5, "b": 1}, {"b": 1, "c": 3, "a": 1}, {"a": 14, "b": 6}, {"a": 1, "b": 1, "c": 1}]
-    cache = StateCache(n_layers=2, shape=mixer.shape, dtype=torch.float32, device=CPU, max_slots=3)
+    cache = StateCache(n_layers=1, shape=mixer.shape, dtype=torch.float32, device=CPU, max_slots=3)
     slots = {name: cache.take() for name in rows}
     assert cache.free_slots == 0
     done, seen = dict.fromkeys(rows, 0), {name: [] for name in rows}
@@ -180,18 +181,18 @@ def test_prompts_in_chunks_and_single_tokens_equal_one_pass():
         for step in plan:
             parts = [rows[name][done[name] : done[name] + n] for name, n in step.items()]
             carried = Carried(cache, torch.tensor([slots[name] for name in step]))
-            mixed = mixer(1, torch.cat(parts), Documents(list(step.values()), CPU, carried), None)
+            mixed = mixer.mix(torch.cat(parts), Documents(list(step.values()), carried), None)
             for (name, n), part in zip(step.items(), mixed.split(list(step.values())), strict=True):
                 seen[name].append(part)
                 done[name] += n
         for name, x in rows.items():
             assert done[name] == len(x)
-            whole = mixer(0, x, Documents([len(x)], CPU), None)
+            whole = mixer.mix(x, Documents([len(x)]), None)
             torch.testing.assert_close(torch.cat(seen[name]), whole, rtol=1e-5, atol=1e-5)
     cache.give_back(slots["b"])
     again = cache.take()
     assert again == slots["b"]
-    inputs, states = cache.read(1, torch.tensor([again]))
+    inputs, states = cache.read(0, torch.tensor([again]))
     assert not inputs.any()
     assert not states.any()
 

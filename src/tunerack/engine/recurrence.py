@@ -90,35 +90,100 @@ class Carried:
 class Documents:
     """Documents, or new tokens of sequences, of these lengths (each above 0), one after another in a pass.
 
-    Without `carried` every document begins with zero states, and what it ends with is not kept.
+    Without `carried` every document begins with zero states, and what it ends with is not kept. What follows from the
+    lengths alone is made once, by the first layer that asks.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, carried: Carried | None = None) -> None:
+    def __init__(self, lengths: Sequence[int], carried: Carried | None = None) -> None:
         self.lengths = tuple(lengths)
         self.carried = carried
-        self._device = device
         self._orders: dict[int, ScanOrder] = {}
-        self._ends: Tensor | None = None
         self._inside: dict[int, Tensor | None] = {}
 
-    def order(self, row_elements: int) -> ScanOrder:
+    def order(self, row_elements: int, device: torch.device) -> ScanOrder:
         if row_elements not in self._orders:
-            self._orders[row_elements] = ScanOrder.of(self.lengths, row_elements, self._device)
+            self._orders[row_elements] = ScanOrder.of(self.lengths, row_elements, device)
         return self._orders[row_elements]
 
-    def inside(self, lag: int) -> Tensor | None:
+    def inside(self, lag: int, device: torch.device) -> Tensor | None:
         """1.0 [tokens, 1] where the token `lag` before belongs to the same document; None when all do but the first."""
         if lag not in self._inside:
             mask = None
             if len(self.lengths) > 1:
                 positions = torch.cat([torch.arange(n) for n in self.lengths])
-                mask = (positions >= lag).to(self._device, torch.float32)[:, None]
+                mask = (positions >= lag).to(device, torch.float32)[:, None]
             self._inside[lag] = mask
         return self._inside[lag]
 
-    @property
-    def ends(self) -> Tensor:
+    def ends(self, device: torch.device) -> Tensor:
         """The row after each document's last one [documents]."""
-        if self._ends is None:
-            self._ends = torch.tensor(self.lengths, device=self._device).cumsum(0)
-        return self._ends
+        return torch.tensor(self.lengths, device=device).cumsum(0)
+
+
+class RecurrentSequences:
+    """The running sequences of a model without attention: each holds one slot from its first tokens to its end.
+
+    The interface is that of `KvCache`, so that one server drives either; no beginning is shared.
+    """
+
+    def __init__(self, states: StateCache) -> None:
+        self.states = states
+        self._slots: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
+        self._next = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots that running sequences hold."""
+        return len(self._slots) * self.states.slot_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0
+
+    def open(self, identity: str, tokens: Sequence[int] = ()) -> int:
+        """A new, empty sequence; a state stands for all tokens before it, so no part of it can be found again."""
+        self._next += 1
+        self._lengths[self._next] = 0
+        return self._next
+
+    def close(self, sequence: int) -> None:
+        del self._lengths[sequence]
+        slot = self._slots.pop(sequence, None)
+        if slot is not None:
+            self.states.give_back(slot)
+
+    def discard(self, sequence: int) -> None:
+        """Close a sequence whose states are not to be trusted; a slot is zeroed before it is used again."""
+        self.close(sequence)
+
+    def length(self, sequence: int) -> int:
+        return self._lengths[sequence]
+
+    def reserve(self, sequence: int, new_tokens: int) -> bool:
+        """A slot for a sequence that has none; False when all are taken."""
+        if sequence not in self._slots:
+            if not self.states.free_slots:
+                return False
+            self._slots[sequence] = self.states.take()
+        return True
+
+    def advance(self, sequence: int, count: int, tokens: Sequence[int]) -> None:
+        """Count tokens whose states were written."""
+        self._lengths[sequence] += count
+
+    def step(self, prompts: Sequence[tuple[int, int]], decodes: Sequence[int]) -> RecurrentStep:
+        """What a pass over new tokens of these sequences sees: (sequence, number) of prompts, then one of each other."""
+        sequences = [*(sequence for sequence, _ in prompts), *decodes]
+        slots = torch.tensor([self._slots[sequence] for sequence in sequences], device=self.states.device)
+        return RecurrentStep(Documents([*(n for _, n in prompts), *(1 for _ in decodes)], Carried(self.states, slots)))
+
+
+@dataclass(frozen=True)
+class RecurrentStep:
+    """The place of `Attention` in a pass of a model that has none."""
+
+    documents: Documents
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise TypeError("a model without attention has no keys and values")
