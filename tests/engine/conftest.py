@@ -60,6 +60,8 @@ FAMILIES = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
+    "mamba": ("MambaConfig", {"state_size": 8}),
+    "falcon-mamba": ("FalconMambaConfig", {"state_size": 8, "use_bias": True, "tie_word_embeddings": False}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}),
     "mixtral-dense": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 4}),
     "qwen3-moe": (

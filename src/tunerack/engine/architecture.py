@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,10 @@ _FAMILIES = {
     "mixtral": (False, False),
     "qwen3_moe": (False, True),
 }
+# Without attention: the names are those of transformers, but for blackmamba, which it has not.
+_MAMBA_FAMILIES = ("mamba", "falcon_mamba", "blackmamba")
+# A state has no largest position; where a configuration names none, this bounds a row and an answer.
+_MAMBA_POSITIONS = 8192
 _ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -48,8 +53,28 @@ class ExpertsShape:
 
 
 @dataclass(frozen=True)
+class MambaShape:
+    """A selective state space: channels, the state of each, the rank of the time step, the convolution's lookback.
+
+    bias: of in_proj and out_proj; norm_eps: RMS norms without weights on time step, B and C, as Falcon-Mamba has them
+    """
+
+    channels: int
+    state: int
+    step_rank: int
+    lookback: int
+    bias: bool
+    conv_bias: bool
+    norm_eps: float | None = None
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """A pre-norm decoder with grouped-query attention and a SwiGLU MLP, or experts. Sizes are in elements."""
+    """A pre-norm decoder: grouped-query attention or Mamba, and a SwiGLU MLP, experts or nothing. Sizes in elements.
+
+    n_layers: a Mamba block and the experts after it are one. rope is None without attention. layer_norm: the last norm
+    is a LayerNorm with a bias. wide_residual: the residual stream is fp32 whatever the weights are.
+    """
 
     model_type: str
     hidden_size: int
@@ -60,7 +85,7 @@ class Architecture:
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    rope: Rope
+    rope: Rope | None
     max_positions: int
     tied_embeddings: bool
     qkv_bias: bool = False
@@ -68,6 +93,9 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     experts: ExpertsShape | None = None
+    mamba: MambaShape | None = None
+    layer_norm: bool = False
+    wide_residual: bool = False
 
     @property
     def q_size(self) -> int:
@@ -82,26 +110,19 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """Read a Hugging Face configuration; raises Invalid with every field this engine can't honour."""
     problems: list[Problem] = []
     model_type = config.get("model_type")
+    if model_type in _MAMBA_FAMILIES:
+        return _read_mamba(config)
     if model_type not in _FAMILIES:
         raise Invalid(
             f"{model_type!r} is not a model family this engine runs",
             where="config.json: model_type",
-            hint=f"it runs {', '.join(_FAMILIES)}",
+            hint=f"it runs {', '.join((*_FAMILIES, *_MAMBA_FAMILIES))}",
             code="unsupported_model",
         )
     qkv_bias, qk_norm = _FAMILIES[model_type]
     required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    for name in required:
-        if not isinstance(config.get(name), int) or config[name] <= 0:
-            problems.append(Problem(f"is {config.get(name)!r}, not a whole number above 0", f"config.json: {name}"))
-    if problems:
-        raise Invalid(problems, code="unsupported_model")
-    if config.get("hidden_act", "silu") != "silu":
-        problems.append(Problem(f"{config['hidden_act']!r} is not supported; silu is", "config.json: hidden_act"))
-    if config.get("quantization_config"):
-        problems.append(
-            Problem("quantised weights are not supported", "config.json: quantization_config", "use 16 or 32-bit ones")
-        )
+    _check_sizes(config, required)
+    _check_common(config, problems)
     heads = config["num_attention_heads"]
     max_positions = int(config.get("max_position_embeddings") or 2048)
     window = config.get("sliding_window")
@@ -162,6 +183,84 @@ def _read_experts(config: Mapping[str, Any], problems: list[Problem]) -> Experts
         intermediate_size=config[size],
         renormalise=mixtral or bool(config.get("norm_topk_prob", False)),
         balance_coefficient=float(config.get("router_aux_loss_coef", 0.001)),
+    )
+
+
+def _check_sizes(config: Mapping[str, Any], names: Sequence[str]) -> None:
+    found = [
+        Problem(f"is {config.get(name)!r}, not a whole number above 0", f"config.json: {name}")
+        for name in names
+        if not isinstance(config.get(name), int) or config[name] <= 0
+    ]
+    if found:
+        raise Invalid(found, code="unsupported_model")
+
+
+def _check_common(config: Mapping[str, Any], problems: list[Problem]) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        problems.append(Problem(f"{config['hidden_act']!r} is not supported; silu is", "config.json: hidden_act"))
+    if config.get("quantization_config"):
+        problems.append(
+            Problem("quantised weights are not supported", "config.json: quantization_config", "use 16 or 32-bit ones")
+        )
+
+
+def _read_mamba(config: Mapping[str, Any]) -> Architecture:
+    """Mamba and Falcon-Mamba as transformers has them, and BlackMamba (docs/reference/architectures.md)."""
+    problems: list[Problem] = []
+    model_type, switch = config["model_type"], config["model_type"] == "blackmamba"
+    sizes = ["hidden_size", "num_hidden_layers", "vocab_size", "state_size", "conv_kernel"]
+    _check_sizes(config, [*sizes, *(("intermediate_size", "num_experts", "num_experts_per_tok") if switch else ())])
+    _check_common(config, problems)
+    hidden, blocks = config["hidden_size"], config["num_hidden_layers"]
+    channels = int(config.get("expand", 2) * hidden)
+    if not switch and config.get("intermediate_size"):
+        channels = int(config["intermediate_size"])
+    if switch and blocks % 2:
+        problems.append(
+            Problem(f"{blocks} is odd: Mamba blocks and experts take turns", "config.json: num_hidden_layers")
+        )
+    if switch and config["num_experts_per_tok"] > config["num_experts"]:
+        message = f"{config['num_experts_per_tok']} of {config['num_experts']} experts can't be chosen"
+        problems.append(Problem(message, "config.json: num_experts_per_tok"))
+    rank = config.get("time_step_rank", "auto")
+    if problems:
+        raise Invalid(problems, code="unsupported_model")
+    return Architecture(
+        model_type=model_type,
+        hidden_size=hidden,
+        intermediate_size=channels,
+        n_layers=blocks // 2 if switch else blocks,
+        n_heads=0,
+        n_kv_heads=0,
+        head_dim=0,
+        vocab_size=config["vocab_size"],
+        rms_norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
+        rope=None,
+        max_positions=int(config.get("max_position_embeddings") or _MAMBA_POSITIONS),
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        experts=_switch_experts(config) if switch else None,
+        mamba=MambaShape(
+            channels=channels,
+            state=config["state_size"],
+            step_rank=math.ceil(hidden / 16) if rank == "auto" else int(rank),
+            lookback=config["conv_kernel"] - 1,
+            bias=bool(config.get("use_bias", False)),
+            conv_bias=bool(config.get("use_conv_bias", True)),
+            norm_eps=float(config.get("mixer_rms_eps", 1e-6)) if model_type == "falcon_mamba" else None,
+        ),
+        layer_norm=switch,
+        wide_residual=bool(config.get("residual_in_fp32", True)),
+    )
+
+
+def _switch_experts(config: Mapping[str, Any]) -> ExpertsShape:
+    return ExpertsShape(
+        n_experts=config["num_experts"],
+        top_k=config["num_experts_per_tok"],
+        intermediate_size=config["intermediate_size"],
+        renormalise=False,
+        balance_coefficient=0.0,
     )
 
 

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from tunerack.engine.kv import KvCache
+from tunerack.engine.recurrence import Documents
 
 
 class Attention(Protocol):
-    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of one layer -> [tokens, heads · head_dim]."""
+    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of one layer -> [tokens, heads · head_dim].
+
+    documents: the same for layers that carry a state instead
+    """
+
+    @property
+    def documents(self) -> Documents: ...
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -22,6 +29,7 @@ class DocumentAttention:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
+        self.documents = Documents(lengths)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = []
@@ -40,6 +48,7 @@ class CachedAttention:
 
     def __init__(self, cache: KvCache, prompts: Sequence[tuple[int, int]], decodes: Sequence[int]) -> None:
         self.cache = cache
+        self.documents = Documents([*(n for _, n in prompts), *(1 for _ in decodes)])
         self.prompts = list(prompts)
         self.decodes = list(decodes)
         n_prompt_tokens = sum(n for _, n in self.prompts)

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tunerack.catalog.config import read as read_shape
 from tunerack.catalog.shape import Shape
-from tunerack.engine.architecture import Architecture, read_architecture
+from tunerack.engine.architecture import Architecture, MambaShape, read_architecture
 from tunerack.engine.decoder import Decoder
 from tunerack.engine.experts import StackedLinear
 from tunerack.engine.layers import LayerBuilder
+from tunerack.engine.mamba_layers import MambaLayerBuilder
 from tunerack.engine.tokenizer import Tokenizer
 from tunerack.engine.weights import Weights
 from tunerack.errors import Invalid
@@ -135,9 +137,26 @@ def fingerprint(directory: Path) -> str:
 
 
 def _build(a: Architecture, weights: Weights) -> Decoder:
+    if a.mamba is not None:
+        return _build_mamba(a, a.mamba, weights)
     embedding = weights.take("model.embed_tokens.weight", (a.vocab_size, a.hidden_size))
     builder = LayerBuilder(a, weights)
     layers = [builder.layer(i) for i in range(a.n_layers)]
     norm = weights.take("model.norm.weight", (a.hidden_size,))
-    head = embedding if a.tied_embeddings else weights.take("lm_head.weight", (a.vocab_size, a.hidden_size))
-    return Decoder(a, embedding, layers, norm, head)
+    return Decoder(a, embedding, layers, norm, _head(a, embedding, weights))
+
+
+def _build_mamba(a: Architecture, shape: MambaShape, weights: Weights) -> Decoder:
+    # Folders from before transformers took the model over have the singular.
+    old = "backbone.embedding.weight"
+    name = old if old in weights else "backbone.embeddings.weight"
+    embedding = weights.take(name, (a.vocab_size, a.hidden_size))
+    builder = MambaLayerBuilder(a, shape, weights)
+    layers = [builder.layer(i) for i in range(a.n_layers)]
+    norm = weights.take("backbone.norm_f.weight", (a.hidden_size,))
+    norm_bias = weights.take_optional("backbone.norm_f.bias", (a.hidden_size,), a.layer_norm)
+    return Decoder(a, embedding, layers, norm, _head(a, embedding, weights), norm_bias)
+
+
+def _head(a: Architecture, embedding: Tensor, weights: Weights) -> Tensor:
+    return embedding if a.tied_embeddings else weights.take("lm_head.weight", (a.vocab_size, a.hidden_size))

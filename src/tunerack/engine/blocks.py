@@ -96,15 +96,16 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Layer:
-    """h + mixer(norm(h)), then the same with the feed-forward; norms [hidden]."""
+    """h + mixer(norm(h)), then the same with the feed-forward, if there is one; norms [hidden]."""
 
     mixer_norm: Tensor
     mixer: Mixer
-    feed_forward_norm: Tensor
-    feed_forward: FeedForward
+    feed_forward_norm: Tensor | None
+    feed_forward: FeedForward | None
 
     def groups(self) -> list[AdaptableLinear]:
-        return [*self.mixer.groups(), *self.feed_forward.groups()]
+        return [*self.mixer.groups(), *(self.feed_forward.groups() if self.feed_forward is not None else ())]
 
     def vectors(self) -> list[Tensor]:
-        return [self.mixer_norm, *self.mixer.vectors(), self.feed_forward_norm]
+        norms = [self.mixer_norm, self.feed_forward_norm]
+        return [*self.mixer.vectors(), *(norm for norm in norms if norm is not None)]

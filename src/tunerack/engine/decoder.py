@@ -16,15 +16,25 @@ from tunerack.engine.routing import Routing
 
 
 class Decoder:
-    """A frozen decoder: embedding [vocab, hidden], layers, final norm, head [vocab, hidden]."""
+    """A frozen decoder: embedding [vocab, hidden], layers, final norm, head [vocab, hidden].
+
+    norm_bias: [hidden] where the final norm is a LayerNorm
+    """
 
     def __init__(
-        self, architecture: Architecture, embedding: Tensor, layers: list[Layer], norm: Tensor, head: Tensor
+        self,
+        architecture: Architecture,
+        embedding: Tensor,
+        layers: list[Layer],
+        norm: Tensor,
+        head: Tensor,
+        norm_bias: Tensor | None = None,
     ) -> None:
         self.architecture = architecture
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
+        self.norm_bias = norm_bias
         self.head = head
         self._cos = torch.empty(0)
         self._sin = torch.empty(0)
@@ -50,10 +60,15 @@ class Decoder:
         cos, sin = self._rotation(positions)
         given = Pass(attention, cos, sin, route, routing)
         h = torch.nn.functional.embedding(tokens, self.embedding)
+        if self.architecture.wide_residual:
+            h = h.float()
         for layer in self.layers:
-            h = h + layer.mixer(RmsNorm.apply(h, layer.mixer_norm, eps), given)
-            h = h + layer.feed_forward(RmsNorm.apply(h, layer.feed_forward_norm, eps), given)
-        return RmsNorm.apply(h, self.norm, eps)
+            h = h + layer.mixer(RmsNorm.apply(h, layer.mixer_norm, eps).to(self.dtype), given)
+            if layer.feed_forward is not None:
+                h = h + layer.feed_forward(RmsNorm.apply(h, layer.feed_forward_norm, eps).to(self.dtype), given)
+        if self.norm_bias is not None:
+            return torch.nn.functional.layer_norm(h.to(self.dtype), self.norm.shape, self.norm, self.norm_bias, eps)
+        return RmsNorm.apply(h, self.norm, eps).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> fp32 [n, vocab]."""
@@ -64,6 +79,8 @@ class Decoder:
         return [group for layer in self.layers for group in layer.groups()]
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.architecture.rope is None:
+            return self._cos, self._sin
         needed = int(positions.max()) + 1
         if needed > len(self._cos):
             size = max(needed, 2 * len(self._cos), 512)

@@ -173,7 +173,7 @@ class RecurrentSequences:
         self._lengths[sequence] += count
 
     def step(self, prompts: Sequence[tuple[int, int]], decodes: Sequence[int]) -> RecurrentStep:
-        """What a pass over new tokens of these sequences sees: (sequence, number) of prompts, then one of each other."""
+        """A pass over new tokens of these sequences: (sequence, number) of prompts, then one token of each other."""
         sequences = [*(sequence for sequence, _ in prompts), *decodes]
         slots = torch.tensor([self._slots[sequence] for sequence in sequences], device=self.states.device)
         return RecurrentStep(Documents([*(n for _, n in prompts), *(1 for _ in decodes)], Carried(self.states, slots)))

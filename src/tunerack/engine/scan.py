@@ -137,7 +137,7 @@ class SelectiveScan(torch.autograd.Function):
         for group in order.groups:
             h = _start(group, states, a)
             for block in group.blocks:
-                if ctx.needs_input_grad[0]:
+                if any(ctx.needs_input_grad):
                     kept.append(h[: block.counts[0]].clone())
                 rows = slice(block.begin, block.end)
                 decay, all_h = memory.forward(delta[rows], u[rows], b_rows[rows], a, block, h)

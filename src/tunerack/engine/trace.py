@@ -129,7 +129,8 @@ def _fake_decoder(decoder: Decoder, fake: Callable[[Tensor], Tensor]) -> Decoder
     layers = [_faked(layer, fake) for layer in decoder.layers]
     embedding = fake(decoder.embedding)
     head = embedding if decoder.head is decoder.embedding else fake(decoder.head)
-    return _TracedDecoder(decoder.architecture, embedding, layers, fake(decoder.norm), head)
+    norm_bias = None if decoder.norm_bias is None else fake(decoder.norm_bias)
+    return _TracedDecoder(decoder.architecture, embedding, layers, fake(decoder.norm), head, norm_bias)
 
 
 def _faked(value: Any, fake: Callable[[Tensor], Tensor]) -> Any:

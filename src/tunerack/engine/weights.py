@@ -28,7 +28,8 @@ class Weights:
         if not self._files:
             raise Invalid("holds no safetensors file", where=str(directory), hint="pickled weights are not loaded")
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, in this type; what is missing or of another shape is told by `finish`."""
         self._taken.add(name)
         self.shapes[name] = shape
         if name not in self._files:
@@ -38,7 +39,7 @@ class Weights:
         if tuple(tensor.shape) != shape:
             self._problems.append(Problem(f"{name} has shape {list(tensor.shape)}, not {list(shape)}", "safetensors"))
             return torch.zeros(shape)
-        return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device, dtype or self.dtype)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

@@ -7,12 +7,12 @@ a dot there. transformers 5 stacks the experts of a layer into gate_up_proj [exp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tunerack.errors import Invalid
 from tunerack.methods.lora import LoraConfig, is_parameter
-from tunerack.spec.job import LINEAR_MODULES
+from tunerack.spec.job import LINEAR_MODULES, MIXER_MODULES
 
 # Names that folders and users have for the parts of an expert and the router, and the parameter each became.
 _BECAME = {
@@ -24,24 +24,23 @@ _BECAME = {
     "w2": "down_proj",
     "down_proj": "down_proj",
 }
+_HUB_PARTS = {"w1", "w2", "w3"}
 _FUSED = "gate_up_proj"
+# Of Mamba blocks: transformers reads dt_proj's weight past PEFT's layer, and PEFT refuses out_proj.
+_PEFT_LEAVES_OUT = {"dt_proj", "out_proj"}
 
 
 def with_parameters(config: LoraConfig, modules: Iterable[str]) -> LoraConfig:
     """The configuration that PEFT makes of `config` on a base with these adaptable layers.
 
     On a base with experts, names of an expert's parts become target_parameters. Gate and up share one parameter, so
-    its rank and alpha are twice those asked for, as PEFT has it. "all-linear" is attention, experts and router.
-    Raises Invalid when only one of gate and up is named.
+    its rank and alpha are twice those asked for, as PEFT has it. "all-linear" is attention, experts and router; of
+    Mamba blocks, what PEFT adapts too. Raises Invalid when only one of gate and up is named.
     """
     names = list(modules)
-    if not any(is_parameter(name) for name in names):
-        return config
+    config = _all_linear(config, names)
     targets = config.target_modules
-    if targets == "all-linear" or set(targets) == set(LINEAR_MODULES):
-        linear = {name.rsplit(".", 1)[-1] for name in names if not is_parameter(name)}
-        targets = tuple(sorted(linear | {"gate", "gate_proj", "up_proj", "down_proj"}))
-    if isinstance(targets, str):
+    if isinstance(targets, str) or not any(is_parameter(name) for name in names):
         return config
     moved = [name for name in targets if name.rsplit(".", 1)[-1] in _BECAME]
     fused = [name for name in moved if _BECAME[name.rsplit(".", 1)[-1]] == _FUSED]
@@ -71,6 +70,22 @@ def with_parameters(config: LoraConfig, modules: Iterable[str]) -> LoraConfig:
         rank_pattern=ranks,
         alpha_pattern=alphas,
     )
+
+
+def _all_linear(config: LoraConfig, names: Sequence[str]) -> LoraConfig:
+    """With "all-linear", or the list that a spec has for it, as the names of this base."""
+    targets = config.target_modules
+    linear = {name.rsplit(".", 1)[-1] for name in names if not is_parameter(name)}
+    parts = {part for part, became in _BECAME.items() if any(_is_named(name, became) for name in names)} - _HUB_PARTS
+    recurrent = linear & set(MIXER_MODULES)
+    asked = targets == "all-linear" or set(targets) == set(LINEAR_MODULES)
+    if not asked or not (parts or recurrent):
+        return config
+    return replace(config, target_modules=tuple(sorted(linear - _PEFT_LEAVES_OUT | parts)))
+
+
+def _is_named(name: str, parameter: str) -> bool:
+    return is_parameter(name) and name.replace(":", ".").endswith(f".{parameter}")
 
 
 def stored_module(name: str, config: LoraConfig) -> str:

@@ -10,7 +10,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from tunerack.spec.job import AUTO, LINEAR_MODULES, JobSpec, LoraSpec
+from tunerack.spec.job import ADAPTABLE_MODULES, AUTO, JobSpec, LoraSpec
 
 Kind = Literal["int", "float", "str", "bool", "names", "ints", "int_map", "float_map", "lora"]
 
@@ -94,7 +94,7 @@ class Field:
             "float": "a number",
             "str": "text",
             "bool": "true or false",
-            "names": f'"all-linear" or a list of {", ".join(LINEAR_MODULES)}',
+            "names": f'"all-linear" or a list of {", ".join(ADAPTABLE_MODULES)}',
             "ints": "a list of whole numbers",
             "int_map": "a mapping of module names to whole numbers",
             "float_map": "a mapping of module names to numbers",

@@ -15,6 +15,11 @@ Auto = Literal["auto"]
 
 # The linear layers of a decoder block, by the names PEFT uses.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Of Mamba blocks; "all-linear" takes the first two of them.
+MIXER_MODULES = ("in_proj", "x_proj", "dt_proj", "out_proj")
+# Of mixtures of experts: the router, under the names of Mixtral and of BlackMamba.
+ROUTER_MODULES = ("gate", "router")
+ADAPTABLE_MODULES = (*LINEAR_MODULES, *MIXER_MODULES, *ROUTER_MODULES)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tunerack.errors import Invalid, Problem
 from tunerack.spec.fields import LORA_ALIASES, Field, job_fields, lora_fields
-from tunerack.spec.job import AUTO, LINEAR_MODULES, JobSpec, LoraSpec
+from tunerack.spec.job import ADAPTABLE_MODULES, AUTO, LINEAR_MODULES, JobSpec, LoraSpec
 from tunerack.spec.names import SUFFIX, name_problem
 from tunerack.units import is_number
 
@@ -130,9 +130,9 @@ def _module_names(value: Any) -> tuple[Any, Problem | None]:
         return LINEAR_MODULES, None
     if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
         return None, Problem(f"{_show(value)} is not a list of layer names", hint='or write "all-linear"')
-    unknown = [name for name in value if name not in LINEAR_MODULES]
+    unknown = [name for name in value if name not in ADAPTABLE_MODULES]
     if unknown:
-        hint = did_you_mean(unknown[0], LINEAR_MODULES) or "known layers: " + ", ".join(LINEAR_MODULES)
+        hint = did_you_mean(unknown[0], ADAPTABLE_MODULES) or "known layers: " + ", ".join(ADAPTABLE_MODULES)
         return None, Problem(f"no such linear layer: {', '.join(unknown)}", hint=hint)
     if len(set(value)) < len(value):
         return None, Problem("a layer is named twice", hint="keep one of them")

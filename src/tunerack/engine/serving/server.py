@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tunerack.engine.attention import CachedAttention
 from tunerack.engine.base import BaseModel
-from tunerack.engine.kv import KvCache
 from tunerack.engine.serving.answer import Answer, GenerationRequest, Piece
 from tunerack.engine.serving.bank import AdapterBank, ServedAdapter
 from tunerack.engine.serving.route import Range, ServingRoute, decode_order
 from tunerack.engine.serving.sampling import choose_token, token_logprob
+from tunerack.engine.serving.sequences import sequences_of, step_of
 from tunerack.errors import NotFound
 from tunerack.serve.promise import Load, Promise
 
@@ -36,16 +35,8 @@ class Server:
     """Answers requests with the base and the adapters of a bank; `submit` may be called from any thread."""
 
     def __init__(self, base: BaseModel, bank: AdapterBank, limits: Limits) -> None:
-        a = base.decoder.architecture
         self.base, self.bank, self.limits = base, bank, limits
-        self.cache = KvCache(
-            n_layers=a.n_layers,
-            kv_heads=a.n_kv_heads,
-            head_dim=a.head_dim,
-            dtype=base.decoder.dtype,
-            device=base.decoder.device,
-            max_bytes=limits.kv_cache_bytes,
-        )
+        self.cache = sequences_of(base.decoder, limits.kv_cache_bytes)
         self._lock = threading.Lock()
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
@@ -215,7 +206,7 @@ class Server:
             if start + n == len(answer.tokens):
                 last_rows.append(len(tokens) - 1)
         caches = [(a.cache, n) for a, n in prompts if a.cache is not None]
-        attention = CachedAttention(self.cache, caches, [a.cache for a in decodes if a.cache is not None])
+        attention = step_of(self.cache, caches, [a.cache for a in decodes if a.cache is not None])
         device = self.base.decoder.device
         hidden = self.base.decoder.hidden(
             torch.tensor(tokens, device=device),
