@@ -240,7 +240,11 @@ def falcon_h1(config: Config) -> Shape:
 
 
 def blackmamba(config: Config) -> Shape:
-    """BlackMamba (arXiv 2402.01771): Mamba layers alternating with experts; keys as in its own repository."""
+    """BlackMamba (arXiv 2402.01771): Mamba layers alternating with experts; keys as in its own repository, or as the engine has them."""
+    if "num_hidden_layers" in config:
+        names = {"expand": "expansion_factor", "conv_kernel": "conv_dimension", "intermediate_size": "ffn_hidden_size"}
+        own = {names[key]: value for key, value in config.items() if key in names}
+        config = {"expansion_factor": 2, **config, **own, "num_layers": config["num_hidden_layers"]}
     hidden, inner = config["hidden_size"], config["expansion_factor"] * config["hidden_size"]
     recurrent = mamba1(
         hidden,
