@@ -240,7 +240,7 @@ def falcon_h1(config: Config) -> Shape:
 
 
 def blackmamba(config: Config) -> Shape:
-    """BlackMamba (arXiv 2402.01771): Mamba layers alternating with experts; keys as in its own repository, or as the engine has them."""
+    """BlackMamba (arXiv 2402.01771): Mamba layers and experts in turns; keys of its own repository, or the engine's."""
     if "num_hidden_layers" in config:
         names = {"expand": "expansion_factor", "conv_kernel": "conv_dimension", "intermediate_size": "ffn_hidden_size"}
         own = {names[key]: value for key, value in config.items() if key in names}
