@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from tunerack.cli import full
 from tunerack.cli.options import flag, given, spec_options
 from tunerack.cli.output import emit, json_option
 from tunerack.errors import Invalid, TunerackError
@@ -22,6 +23,7 @@ from tunerack.units import path_as_given
 @click.argument("data", required=False, type=click.Path(path_type=Path))
 @click.option("--job", "job_file", type=click.Path(path_type=Path), help="YAML or JSON file of the options below.")
 @spec_options
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the model that --method full makes.")
 @click.option("-y", "--yes", is_flag=True, help="Submit without asking.")
 @click.option("--dry-run", is_flag=True, help="Only show the plan.")
 @click.option("--follow", "wait", is_flag=True, help="Show events until the job is finished.")
@@ -31,6 +33,7 @@ def command(
     settings: Settings,
     data: Path | None,
     job_file: Path | None,
+    out: Path | None,
     yes: bool,
     dry_run: bool,
     wait: bool,
@@ -46,9 +49,14 @@ def command(
     from tunerack.client import ControlClient
 
     spec, folder = read_spec(data, job_file, given(values))
-    check_files(list(local_files(spec, folder).values()))
+    files = local_files(spec, folder)
+    check_files(list(files.values()))
+    full.check(spec, out)
     if not (yes or dry_run) and (as_json or not sys.stdin.isatty()):
         raise click.UsageError("nobody can be asked here; add --yes to submit or --dry-run to see the plan only")
+    if out is not None:
+        full.train(settings, spec, files, out, yes=yes, dry_run=dry_run, as_json=as_json)
+        return
     with ControlClient.of(settings) as client:
         client.health()
         sent = upload(client, spec, folder)

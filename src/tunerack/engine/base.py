@@ -51,6 +51,23 @@ class BaseModel:
     tensors: Mapping[str, tuple[int, ...]]
     shape: Shape | None = None
 
+    def check_method(self, spec: JobSpec) -> None:
+        """Raises Invalid when this engine, whose base is shared and frozen, can't train as the spec says."""
+        if spec.method == "full":
+            raise Invalid(
+                "this engine's base is shared, so its weights can't be trained in full here",
+                where="method",
+                hint="tunerack train DATA --method full --out DIR trains a copy in a process of its own",
+                param="method",
+            )
+        if spec.method == "qlora":
+            raise Invalid(
+                "this engine's base is not in 4 bits",
+                where="method",
+                hint="write method: lora",
+                param="method",
+            )
+
     def lora(self, spec: LoraSpec) -> LoraConfig:
         """The adapter that a spec asks for on this base; raises Invalid when the base can't have it."""
         config = LoraConfig.from_spec(spec, base_model=self.adapter_base_name)
@@ -67,6 +84,7 @@ class BaseModel:
 
     def parts(self, spec: JobSpec) -> tuple[Part, ...]:
         """What a job adapts and what stays frozen; raises Invalid when it names what this base doesn't have."""
+        self.check_method(spec)
         return parts_of(self.lora(spec.lora), self.identity, self.tensors)
 
 

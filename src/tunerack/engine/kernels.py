@@ -13,7 +13,10 @@ from tunerack.engine.products import product
 
 
 class RmsNorm(torch.autograd.Function):
-    """y = x / rms(x) · weight over the last dimension, in fp32; x [..., hidden]. No gradient for the weight."""
+    """y = x / rms(x) · weight over the last dimension, in fp32; x [..., hidden].
+
+    The weight has a gradient only where it is trained.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -23,11 +26,14 @@ class RmsNorm(torch.autograd.Function):
         return (wide * inverse_rms).to(x.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * x.float() * inverse_rms).flatten(0, -2).sum(0).to(weight.dtype)
         scaled = (grad * weight).float()
         along = (scaled * x).mean(-1, keepdim=True).mul_(inverse_rms.pow(2))
-        return scaled.addcmul_(x.float(), along, value=-1).mul_(inverse_rms).to(x.dtype), None, None
+        return scaled.addcmul_(x.float(), along, value=-1).mul_(inverse_rms).to(x.dtype), grad_weight, None
 
 
 class SwiGlu(torch.autograd.Function):

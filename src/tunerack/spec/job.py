@@ -74,6 +74,7 @@ class JobSpec:
     overlong: leave rows that are too long out, refuse the file, or split them into documents of seq_len tokens
     duplicates: keep rows that are the same as an earlier one, or drop them
     bad_rows: refuse the file for one malformed row, or drop such rows and count them
+    method: lora trains an adapter, qlora one on a base in 4 bits, full every weight of a copy of the base
     train_on: whose tokens carry loss: every assistant message, the last one, every token, or custom by each weight
     min_kept: least share of rows that must be kept for the job to run
     seed: of the adapter's first values, the order of rows and dropout
@@ -104,6 +105,7 @@ class JobSpec:
     overlong: Literal["drop", "refuse", "split"] = "drop"
     duplicates: Literal["keep", "drop"] = "keep"
     bad_rows: Literal["refuse", "drop"] = "refuse"
+    method: Literal["lora", "qlora", "full"] = "lora"
     train_on: Literal["assistant", "last", "all", "custom"] = "assistant"
     min_kept: float = 0.5
     seed: int = 0

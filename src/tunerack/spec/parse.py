@@ -36,6 +36,7 @@ def parse_job(mapping: Any, place: Callable[[str], str] = str) -> JobSpec:
             found.append(Problem(f"{_show(lora)} is not a mapping", "lora", "for example {rank: 16, alpha: 32}"))
     found += [
         *_name_problems(values),
+        *_method_problems(values),
         *([] if mapping.get("validation_file") is not None else _validation_problems(values)),
     ]
     if found:
@@ -155,6 +156,23 @@ def _pattern(field: Field, value: Any) -> tuple[Any, Problem | None]:
             return None, Problem(f"{key}: {_show(entry)} is not a number {field.range}")
         parsed[key] = number
     return parsed, None
+
+
+def _method_problems(values: Mapping[str, Any]) -> list[Problem]:
+    """What a method would leave out."""
+    if values.get("method") != "full":
+        return []
+    found = []
+    if values.get("lora", LoraSpec()) != LoraSpec():
+        found.append(Problem("has no part in full fine-tuning", "lora", "leave it out, or write method: lora"))
+    if values.get("early_stopping_patience"):
+        found.append(Problem("full fine-tuning doesn't end early", "early_stopping_patience", "leave it out"))
+    if values.get("keep") == "best":
+        found.append(Problem("full fine-tuning keeps the last weights", "keep", "leave it out"))
+    for name in ("suffix", "adapter_name"):
+        if values.get(name) is not None:
+            found.append(Problem("full fine-tuning makes a model folder, no adapter", name, "leave it out"))
+    return found
 
 
 def _name_problems(values: Mapping[str, Any]) -> list[Problem]:
