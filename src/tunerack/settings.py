@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from tunerack.errors import Invalid, Problem
 from tunerack.units import path_as_given
@@ -22,6 +23,8 @@ _BOUNDS: Mapping[str, tuple[int, int | None]] = {
     "itl_ms": (0, None),
 }
 _DEVICES = ("auto", "cpu", "cuda")
+BaseFormat = Literal["plain", "nf4"]
+BASE_FORMATS: tuple[BaseFormat, ...] = ("plain", "nf4")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Settings:
     api_key: key that clients must send; required to listen beyond loopback
     threads: CPU threads of an engine; 0 takes every core
     device: where engines compute: auto, cpu or cuda
+    base_format: how engines hold the base: plain, or nf4 (4 bits, for QLoRA)
     micro_batch_tokens: most tokens in one forward and backward pass of training
     kv_cache_bytes: most bytes that the KV cache of an engine holds
     max_running: most requests that are decoded in one step
@@ -47,6 +51,7 @@ class Settings:
     api_key: str = ""
     threads: int = 0
     device: str = "auto"
+    base_format: BaseFormat = "plain"
     micro_batch_tokens: int = 1024
     kv_cache_bytes: int = 2 * 1024**3
     max_running: int = 32
@@ -82,6 +87,8 @@ class Settings:
                 values[field.name] = number
             elif field.name == "device" and raw not in _DEVICES:
                 problems.append(Problem(f"{raw!r} is none of {', '.join(_DEVICES)}", name, f"unset {name}"))
+            elif field.name == "base_format" and raw not in BASE_FORMATS:
+                problems.append(Problem(f"{raw!r} is none of {', '.join(BASE_FORMATS)}", name, f"unset {name}"))
             elif field.name == "api_key" and not (raw.isascii() and raw.isprintable() and " " not in raw):
                 # It goes into a header. Never shown, as it may be most of the right one.
                 problems.append(Problem("has letters that no header can hold", name, "openssl rand -hex 24"))
@@ -100,7 +107,8 @@ class Settings:
     def worker_environment(self) -> dict[str, str]:
         """The environment of a worker that this installation starts."""
         promise = {"TUNERACK_TTFT_MS": str(self.ttft_ms), "TUNERACK_ITL_MS": str(self.itl_ms)}
-        return {**compute_environment(), **promise}
+        base = {"TUNERACK_BASE_FORMAT": self.base_format}
+        return {**compute_environment(), **promise, **base}
 
     @property
     def database(self) -> Path:

@@ -98,3 +98,32 @@ def test_a_shared_engine_refuses_full_fine_tuning(tiny, tmp_path):
     assert failure.param == "method"
     assert "--method full --out DIR" in failure.message
     assert not tiny.decoder.embedding.requires_grad
+
+
+def test_the_command_trains_in_a_process_of_its_own(tiny_folder, tmp_path):
+    """Plan, steps and the folder; called again for the same folder it is refused; rows on the server are no files."""
+    from click.testing import CliRunner
+
+    from tunerack.cli.full import train
+    from tunerack.cli.main import main
+    from tunerack.settings import Settings
+
+    home = tmp_path / "home"
+    (home / "catalog").mkdir(parents=True)
+    source = f'source = {{ kind = "path", path = "{tiny_folder("llama")}" }}'
+    (home / "catalog" / "models.toml").write_text(f"[models.tiny]\n{source}\n")
+    rows, out = write_rows(tmp_path / "train.jsonl", 4, 1), tmp_path / "out"
+    arguments = ["--home", str(home), "train", str(rows), "--model", "tiny", "--method", "full", "--max-steps", "2"]
+    arguments += ["--yes", "--out", str(out)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    assert "step 2/2: training loss" in done.output
+    assert "embeddings" in done.output
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    start = load_file(tiny_folder("llama") / "model.safetensors")
+    assert not torch.equal(loaded.model.norm.weight, start["model.norm.weight"])
+    again = CliRunner().invoke(main, arguments)
+    assert again.exit_code != 0
+    spec = full_spec()
+    with pytest.raises(Invalid, match="files of this machine"):
+        train(Settings(home=home), spec, {}, tmp_path / "x", yes=True, dry_run=False, as_json=True)

@@ -85,7 +85,8 @@ def start(settings: Settings, models: Sequence[str], timeout_s: float = 60.0) ->
     settings.logs.mkdir(parents=True, exist_ok=True)
     log_path = settings.logs / "control.log"
     arguments = ["--home", str(settings.home), "up", "--foreground", "--host", settings.host]
-    arguments += ["--port", str(settings.port)] + [part for model in models for part in ("--model", model)]
+    arguments += ["--base-format", settings.base_format, "--port", str(settings.port)]
+    arguments += [part for model in models for part in ("--model", model)]
     arguments += ["--ttft", f"{settings.ttft_ms}ms", "--itl", f"{settings.itl_ms}ms"]
     with log_path.open("ab") as log:
         child = subprocess.Popen(

@@ -9,7 +9,7 @@ import click
 
 from tunerack.cli.output import emit, json_option
 from tunerack.errors import Invalid
-from tunerack.settings import Settings
+from tunerack.settings import BASE_FORMATS, BaseFormat, Settings
 
 
 @click.command()
@@ -21,6 +21,12 @@ from tunerack.settings import Settings
 )
 @click.option("--ttft", metavar="TIME", default=None, help="First token of a request beside training within: 500ms.")
 @click.option("--itl", metavar="TIME", default=None, help="Next token of an answer beside training within: 80ms.")
+@click.option(
+    "--base-format",
+    type=click.Choice(BASE_FORMATS),
+    default=None,
+    help="How engines hold base models: nf4 is 4 bits, for jobs of method qlora.  [default: plain]",
+)
 @json_option
 @click.pass_obj
 def command(
@@ -31,6 +37,7 @@ def command(
     port: int | None,
     ttft: str | None,
     itl: str | None,
+    base_format: BaseFormat | None,
     as_json: bool,
 ) -> None:
     """Start the server of this machine.
@@ -47,6 +54,7 @@ def command(
         port=settings.port if port is None else port,
         ttft_ms=settings.ttft_ms if ttft is None else _milliseconds(ttft, "--ttft"),
         itl_ms=settings.itl_ms if itl is None else _milliseconds(itl, "--itl"),
+        base_format=settings.base_format if base_format is None else base_format,
     )
     running = daemon.running_control(settings)
     if running is not None and foreground:
@@ -61,7 +69,7 @@ def command(
         emit({"url": url, "started": running is None, "home": str(settings.home)})
     elif running is not None:
         click.echo(f"already up at {url}")
-        given = {"--model": model, "--ttft": ttft, "--itl": itl}
+        given = {"--model": model, "--ttft": ttft, "--itl": itl, "--base-format": base_format}
         for option, value in given.items():
             if value is not None:
                 click.echo(f"{option} {value} was not used; stop the server first: tunerack down")

@@ -27,6 +27,7 @@ from tunerack.methods.identity import read_safetensors_index
 from tunerack.methods.lora import LoraConfig
 from tunerack.methods.parts import Part, check_targets, parts_of
 from tunerack.methods.stacked import with_parameters
+from tunerack.settings import BaseFormat
 from tunerack.spec.job import JobSpec, LoraSpec
 
 _SAMPLE_BYTES = 4096
@@ -50,6 +51,7 @@ class BaseModel:
     directory: Path
     tensors: Mapping[str, tuple[int, ...]]
     shape: Shape | None = None
+    base_format: BaseFormat = "plain"
 
     def check_method(self, spec: JobSpec) -> None:
         """Raises Invalid when this engine, whose base is shared and frozen, can't train as the spec says."""
@@ -60,12 +62,19 @@ class BaseModel:
                 hint="tunerack train DATA --method full --out DIR trains a copy in a process of its own",
                 param="method",
             )
-        if spec.method == "qlora":
+        wanted = "nf4" if spec.method == "qlora" else "plain"
+        if wanted != self.base_format:
+            has = "in 4 bits" if self.base_format == "nf4" else "not in 4 bits"
+            hint = (
+                "write method: qlora" if self.base_format == "nf4" else "start it with: tunerack up --base-format nf4"
+            )
+            raise Invalid(f"the base of this engine is {has}", where="method", hint=hint, param="method")
+        if spec.method == "qlora" and spec.lora.use_dora and spec.lora.dropout:
             raise Invalid(
-                "this engine's base is not in 4 bits",
-                where="method",
-                hint="write method: lora",
-                param="method",
+                "DoRA with dropout would keep every unpacked weight for the backward pass",
+                where="lora.dropout",
+                hint="set dropout to 0, or leave use_dora out",
+                param="lora.dropout",
             )
 
     def lora(self, spec: LoraSpec) -> LoraConfig:
@@ -95,12 +104,23 @@ def load_base(
     aliases: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    base_format: BaseFormat = "plain",
 ) -> BaseModel:
-    """Read a Hugging Face folder; raises Invalid when a weight is missing, left over or of another shape."""
+    """Read a Hugging Face folder; raises Invalid when a weight is missing, left over or of another shape.
+
+    base_format: "nf4" packs the linear layers of the decoder into 4 bits as they are read; embeddings, head and norms
+    keep `dtype`
+    """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     architecture = read_architecture(config)
     weights = Weights(directory, dtype, torch.device(device))
-    decoder = _build(architecture, weights)
+    decoder = _build(architecture, weights, base_format)
+    if base_format == "nf4" and any(isinstance(group.weight, Tensor) for group in decoder.groups()):
+        raise Invalid(
+            "experts and Mamba layers are not packed into 4 bits",
+            where="base_format",
+            hint="leave it out for this base",
+        )
     weights.finish(tied=architecture.tied_embeddings)
     modules = {
         projection.module: (group.in_features, projection.end - projection.begin)
@@ -114,7 +134,7 @@ def load_base(
         if isinstance(group, StackedLinear)
         for projection in group.projections
     }
-    identity = BaseIdentity(name, frozenset(names), fingerprint(directory), modules, experts)
+    identity = BaseIdentity(name, frozenset(names), fingerprint(directory, base_format), modules, experts)
     return BaseModel(
         name,
         aliases[0] if aliases else name,
@@ -125,6 +145,7 @@ def load_base(
         directory,
         weights.shapes,
         _shape(config),
+        base_format,
     )
 
 
@@ -135,8 +156,9 @@ def _shape(config: dict[str, Any]) -> Shape | None:
         return None
 
 
-def fingerprint(directory: Path) -> str:
-    """A hash of the configuration and of each tensor's name, type, shape and first and last 4 KiB."""
+def fingerprint(directory: Path, base_format: BaseFormat = "plain") -> str:
+    """A hash of the configuration, of each tensor's name, type, shape and first and last 4 KiB, and of a packed
+    format: an adapter of the packed base is right on that one only."""
     digest = hashlib.sha256()
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     for volatile in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
@@ -151,14 +173,16 @@ def fingerprint(directory: Path) -> str:
                 for start in (entry.begin, max(entry.begin, entry.end - _SAMPLE_BYTES)):
                     file.seek(start)
                     digest.update(file.read(min(_SAMPLE_BYTES, entry.end - start)))
+    if base_format != "plain":
+        digest.update(base_format.encode())
     return digest.hexdigest()
 
 
-def _build(a: Architecture, weights: Weights) -> Decoder:
+def _build(a: Architecture, weights: Weights, base_format: BaseFormat) -> Decoder:
     if a.mamba is not None:
         return _build_mamba(a, a.mamba, weights)
     embedding = weights.take("model.embed_tokens.weight", (a.vocab_size, a.hidden_size))
-    builder = LayerBuilder(a, weights)
+    builder = LayerBuilder(a, weights, base_format)
     layers = [builder.layer(i) for i in range(a.n_layers)]
     norm = weights.take("model.norm.weight", (a.hidden_size,))
     return Decoder(a, embedding, layers, norm, _head(a, embedding, weights))

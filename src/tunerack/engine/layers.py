@@ -10,19 +10,22 @@ from torch import Tensor
 from tunerack.engine.architecture import Architecture, ExpertsShape
 from tunerack.engine.blocks import AttentionMixer, FeedForward, Layer, Mixer, Mlp
 from tunerack.engine.experts import Experts, StackedLinear
-from tunerack.engine.linear import AdaptableLinear, Projection
+from tunerack.engine.linear import AdaptableLinear, Projection, Weight
 from tunerack.engine.moe import MoeFeedForward
 from tunerack.engine.products import input_order
+from tunerack.engine.quantised import Nf4Weight
 from tunerack.engine.weights import Weights
+from tunerack.settings import BaseFormat
 
 
 class LayerBuilder:
     """Makes the layers in order; every adaptable group gets the next index."""
 
-    def __init__(self, architecture: Architecture, weights: Weights) -> None:
+    def __init__(self, architecture: Architecture, weights: Weights, base_format: BaseFormat = "plain") -> None:
         self._a = architecture
         self._weights = weights
         self._indices = itertools.count()
+        self._base_format = base_format
 
     def layer(self, i: int) -> Layer:
         prefix, hidden = f"model.layers.{i}", (self._a.hidden_size,)
@@ -100,8 +103,12 @@ class LayerBuilder:
             if found is not None:
                 biases.append(found)
             begin += size
-        fused = input_order(torch.cat(parts) if len(parts) > 1 else parts[0])
-        return AdaptableLinear(next(self._indices), projections, fused, _joined(biases))
+        return AdaptableLinear(next(self._indices), projections, self._fused(parts), _joined(biases))
+
+    def _fused(self, parts: list[Tensor]) -> Weight:
+        if self._base_format == "nf4":
+            return Nf4Weight(parts)
+        return input_order(torch.cat(parts) if len(parts) > 1 else parts[0])
 
 
 def _joined(biases: list[Tensor]) -> Tensor | None:

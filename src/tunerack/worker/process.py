@@ -93,7 +93,14 @@ class Process:
         use_threads(settings.threads)
         directory = prepare_base(model, settings.bases)
         device, dtype = choose_device(settings.device)
-        base = load_base(directory, name=model.name, aliases=model.aliases, dtype=dtype, device=device)
+        base = load_base(
+            directory,
+            name=model.name,
+            aliases=model.aliases,
+            dtype=dtype,
+            device=device,
+            base_format=settings.base_format,
+        )
         limits = Limits(max_running=settings.max_running, kv_cache_bytes=settings.kv_cache_bytes)
         promise = Promise(
             ttft_s=settings.ttft_ms / 1000 if settings.ttft_ms else None,
