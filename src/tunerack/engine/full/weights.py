@@ -51,7 +51,8 @@ class FullWeights:
         if decoder.head is not decoder.embedding:
             self.tensors.append(decoder.head)
         for layer in decoder.layers:
-            self.tensors += [layer.mixer_norm, layer.feed_forward_norm]
+            norms = (layer.mixer_norm, layer.feed_forward_norm)
+            self.tensors += [norm for norm in norms if norm is not None]
             self.tensors += layer.mixer.vectors()
         for group in decoder.groups():
             self.tensors += [t for t in (group.weight, group.bias) if isinstance(t, Tensor)]
@@ -72,7 +73,8 @@ class FullWeights:
         for i, layer in enumerate(decoder.layers):
             prefix = f"model.layers.{i}"
             found[f"{prefix}.input_layernorm.weight"] = layer.mixer_norm
-            found[f"{prefix}.post_attention_layernorm.weight"] = layer.feed_forward_norm
+            if layer.feed_forward_norm is not None:
+                found[f"{prefix}.post_attention_layernorm.weight"] = layer.feed_forward_norm
             for name in ("q_norm", "k_norm"):
                 vector = getattr(layer.mixer, name, None)
                 if vector is not None:
