@@ -31,6 +31,7 @@ COMMANDS = {
     "adapters": "List, show and remove adapters.",
     "chat": "Talk to a base model or an adapter.",
     "usage": "Show the tokens that each model used.",
+    "upcycle": "Make a mixture of experts from a dense base model.",
     "doctor": "Check this installation, and repair it.",
     "version": "Show versions.",
 }

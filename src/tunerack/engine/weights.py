@@ -44,6 +44,16 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def names(self) -> list[str]:
+        return sorted(self._files)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored; raises Invalid when it is missing."""
+        if name not in self._files:
+            raise Invalid(f"{name} is missing", where="safetensors", code="unsupported_model")
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
     def take_stacked(self, names: Sequence[Sequence[str]], shape: tuple[int, int]) -> Tensor:
         """[n, k · out, in] from n lists of k tensors [out, in] each, copied one by one into their place."""
         result = torch.empty(len(names), len(names[0]) * shape[0], shape[1], dtype=self.dtype, device=self.device)

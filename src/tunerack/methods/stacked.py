@@ -52,12 +52,6 @@ def with_parameters(config: LoraConfig, modules: Iterable[str]) -> LoraConfig:
         )
     if not moved:
         return config
-    if config.use_dora:
-        raise Invalid(
-            "DoRA of experts and routers is not supported, by PEFT neither",
-            where="lora.use_dora",
-            hint="switch it off, or name attention layers only in target_modules",
-        )
     ranks, alphas = dict(config.rank_pattern), dict(config.alpha_pattern)
     if fused:
         ranks[rf".*\.{_FUSED}"] = 2 * config.rank
