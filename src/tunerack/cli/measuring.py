@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunerack.errors import Invalid, TunerackError, Unavailable
+from tunerack.errors import Invalid, Problem, TunerackError, Unavailable
 from tunerack.settings import Settings
 
 
@@ -18,10 +18,7 @@ def run(settings: Settings, model: str, steps: Sequence[Mapping[str, Any]], what
 
     what: "time", "memory" or "trace". Raises Unavailable without torch, Invalid for a model the engine can't take.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise Unavailable("needs torch", hint="pip install 'tunerack[engine]'")
-    command = [
-        sys.executable, "-m", "tunerack.engine.measure",
+    arguments = [
         "--home", str(settings.home),
         "--model", model,
         "--settings", json.dumps(list(steps)),
@@ -29,11 +26,24 @@ def run(settings: Settings, model: str, steps: Sequence[Mapping[str, Any]], what
         "--threads", str(settings.threads),
         "--micro-batch-tokens", str(settings.micro_batch_tokens),
     ]  # fmt: skip
+    return engine_process("measure", arguments)
+
+
+def engine_process(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The JSON object that `python -m tunerack.engine.MODULE` prints last.
+
+    Raises Unavailable without torch, Invalid with the error that it gives.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise Unavailable("needs torch", hint="pip install 'tunerack[engine]'")
+    command = [sys.executable, "-m", f"tunerack.engine.{module}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        raise TunerackError(f"the measurement ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-    found = json.loads(lines[-1])
+        raise TunerackError(f"the engine's process ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    if "problems" in found:
+        raise Invalid([Problem(**problem) for problem in found["problems"]])
     if "error" in found:
         raise Invalid(found["error"])
     return found

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from tunerack.cli.output import emit, json_option
-from tunerack.errors import Invalid
 from tunerack.settings import Settings
 
 
@@ -31,23 +30,13 @@ def command(
     expert and gets a new router; the result is a Mixtral folder. --noise is a share of each weight's own spread: at 0
     the experts start equal, and the model computes what BASE did.
     """
-    from tunerack.catalog import models
-    from tunerack.catalog.models import Model, Source
-    from tunerack.engine.source import prepare_base
-    from tunerack.engine.upcycle import Recipe, upcycle
+    from tunerack.cli.measuring import engine_process
 
-    model = models.find(base, settings.home / "catalog" / "models.toml")
-    if model is None:
-        if not Path(base).exists():
-            raise Invalid(
-                f"{base!r} is no base model of the catalogue and no folder",
-                where="BASE",
-                hint=f"known: {', '.join(models.names(settings.home / 'catalog' / 'models.toml'))}",
-            )
-        model = Model(Path(base).name, Source("path", path=base))
-    made = upcycle(prepare_base(model, settings.home / "bases"), out, Recipe(experts, top_k, noise, seed))
+    arguments = ["--home", str(settings.home), "--base", base, "--out", str(out), "--experts", str(experts)]
+    arguments += ["--top-k", str(top_k), "--noise", str(noise), "--seed", str(seed)]
+    made = engine_process("upcycle", arguments)
     if as_json:
-        emit({"folder": str(made.folder), "parameters": made.parameters, "active_parameters": made.active})
+        emit(made)
         return
-    click.echo(f"{made.folder}: {made.parameters:,} parameters, {made.active:,} on a token's way")
+    click.echo(f"{out}: {made['parameters']:,} parameters, {made['active_parameters']:,} on a token's way")
     click.echo(f"serve and train it: tunerack up --model {out.name}={out}")

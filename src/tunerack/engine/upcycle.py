@@ -6,9 +6,12 @@ are made to sum to 1, so with equal experts the model computes what the dense on
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tunerack.catalog import models
+from tunerack.catalog.models import Model, Source
+from tunerack.engine.source import prepare_base
 from tunerack.engine.weights import Weights
-from tunerack.errors import Invalid, Problem
+from tunerack.errors import Invalid, Problem, TunerackError
 
 _MLP = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _KEPT = (
@@ -158,3 +164,44 @@ def _save(aside: Path, file: str, tensors: dict[str, Tensor], placed: dict[str, 
     save_file(tensors, aside / file, {"format": "pt"})
     placed.update(dict.fromkeys(tensors, file))
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _base(name: str, home: Path) -> Model:
+    catalogue = home / "catalog" / "models.toml"
+    model = models.find(name, catalogue)
+    if model is not None:
+        return model
+    if Path(name).exists():
+        return Model(Path(name).name, Source("path", path=name))
+    raise Invalid(
+        f"{name!r} is no base model of the catalogue and no folder",
+        where="BASE",
+        hint=f"known: {', '.join(models.names(catalogue))}",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tunerack.engine.upcycle", description="Make a mixture of experts.")
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--base", required=True, help="a model of the catalogue, or a folder")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--noise", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    recipe = Recipe(options.experts, options.top_k, options.noise, options.seed)
+    try:
+        source = prepare_base(_base(options.base, options.home), options.home / "bases")
+        made = upcycle(source, options.out, recipe)
+    except TunerackError as error:
+        problems = [{"message": p.message, "where": p.where, "hint": p.hint} for p in error.problems]
+        print(json.dumps({"problems": problems}))
+        return 1
+    told = {"folder": str(made.folder), "parameters": made.parameters, "active_parameters": made.active}
+    print(json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
