@@ -150,6 +150,25 @@ def test_adapters_of_peft_are_served_with_its_logits(name, mixtral, tiny_folder,
     assert float((adapted - merged_logits(tiny_folder("mixtral"), None, rows[0])).abs().max()) > 1e-2
 
 
+def test_decodes_of_several_adapters_have_the_logits_of_each(mixtral, tiny_folder, tmp_path):
+    """Single rows: two of one adapter, one of another of the same layout, one of a third layout, one of the base."""
+    bank, folders = AdapterBank(mixtral.decoder.groups()), {}
+    for i, (name, config) in enumerate({"a": "all-linear", "b": "all-linear", "c": "down only"}.items()):
+        folders[name] = make_peft_adapter(
+            tiny_folder("mixtral"), tmp_path / name, seed=i, base_name="mixtral", **CONFIGS[config]
+        )
+        bank.load(name, read_adapter(folders[name], mixtral.identity))
+    ids, owners = [7, 300, 41, 900, 12], ["a", "a", "b", "c", None]
+    ranges = [Range(bank.get("a"), 0, 2), Range(bank.get("b"), 2, 3), Range(bank.get("c"), 3, 4)]
+    with torch.inference_mode():
+        attention, positions = DocumentAttention([1] * 5), torch.zeros(5, dtype=torch.int64)
+        hidden = mixtral.decoder.hidden(torch.tensor(ids), positions, attention, ServingRoute([], ranges))
+        ours = mixtral.decoder.logits(hidden)
+    for row, token, owner in zip(ours, ids, owners, strict=True):
+        expected = merged_logits(tiny_folder("mixtral"), folders.get(owner), [token])[0]
+        torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_a_trained_adapter_gives_stock_peft_the_logits_of_the_live_model(family, tiny_folder, tmp_path):
     base = load_base(tiny_folder(family), name=family)

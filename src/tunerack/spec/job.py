@@ -19,7 +19,9 @@ LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 MIXER_MODULES = ("in_proj", "x_proj", "dt_proj", "out_proj")
 # Of mixtures of experts: the router, under the names of Mixtral and of BlackMamba.
 ROUTER_MODULES = ("gate", "router")
-ADAPTABLE_MODULES = (*LINEAR_MODULES, *MIXER_MODULES, *ROUTER_MODULES)
+# Of an expert, by Mixtral's names: gate, down and up.
+EXPERT_MODULES = ("w1", "w2", "w3")
+ADAPTABLE_MODULES = (*LINEAR_MODULES, *MIXER_MODULES, *ROUTER_MODULES, *EXPERT_MODULES)
 
 
 @dataclass(frozen=True)
