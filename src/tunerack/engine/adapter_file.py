@@ -90,8 +90,20 @@ def write_adapter(directory: Path, config: LoraConfig, tensors: Mapping[str, Ten
     """Write both files of an adapter into an existing folder and flush them to disk."""
     metadata = {"format": "pt", BASE_FINGERPRINT_KEY: base_fingerprint}
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    write_flushed(directory / WEIGHTS_FILE, save(plain, metadata))
+    write_flushed(directory / WEIGHTS_FILE, with_ordered_metadata(save(plain, metadata)))
     write_flushed(directory / CONFIG_FILE, json.dumps(config.to_peft(), indent=2).encode())
+
+
+def with_ordered_metadata(content: bytes) -> bytes:
+    """A safetensors file with the entries of its metadata in order: the library writes them in a random one, and equal
+    adapters are to be equal files."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # The library begins tensors at a multiple of eight bytes.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 def write_flushed(path: Path, content: bytes) -> None:
