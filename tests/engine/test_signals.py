@@ -46,6 +46,7 @@ def slowly(module, name, when=lambda: True):
         return real(*arguments, **values)
     setattr(module, name, slow)
 
+import torch
 from engine.test_signals import job
 from tunerack.engine import base as bases
 from tunerack.engine.loop import Engine
@@ -75,10 +76,13 @@ if phase == "save":
         return real(*arguments)
     checkpoint.write_adapter = slow
 
+# As many as the run it is compared with has: sums are split by threads.
+torch.set_num_threads(2)
 base = bases.load_base(base_folder, name="tiny")
 engine = Engine(base, limits=Limits(4, 1 << 22), micro_batch_tokens=256)
 engines.append(engine)
 engine.start()
+engine.call(lambda: torch.set_num_threads(2))
 engine.train([job(home)])
 while engine.trainer.has_work:
     time.sleep(0.05)
