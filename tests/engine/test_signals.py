@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from .test_training import largest_difference, request_of, run, spec_of, weights
 
@@ -46,7 +47,6 @@ def slowly(module, name, when=lambda: True):
         return real(*arguments, **values)
     setattr(module, name, slow)
 
-import torch
 from engine.test_signals import job
 from tunerack.engine import base as bases
 from tunerack.engine.loop import Engine
@@ -76,13 +76,10 @@ if phase == "save":
         return real(*arguments)
     checkpoint.write_adapter = slow
 
-# As many as the run it is compared with has: sums are split by threads.
-torch.set_num_threads(2)
 base = bases.load_base(base_folder, name="tiny")
 engine = Engine(base, limits=Limits(4, 1 << 22), micro_batch_tokens=256)
 engines.append(engine)
 engine.start()
-engine.call(lambda: torch.set_num_threads(2))
 engine.train([job(home)])
 while engine.trainer.has_work:
     time.sleep(0.05)
@@ -95,7 +92,17 @@ def job(home: Path):
     return request_of("a", home, spec, validation=2)
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """As the process that is stopped has: sums are split by threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("phase", PHASES)
 def test_sigterm(phase: str, tiny, tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
     whole, home = tmp_path / "whole", tmp_path / "stopped"
