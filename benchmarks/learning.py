@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ MODEL = "smollm2-135m"
 # Templates that write a date get this one.
 NOW = datetime(2026, 1, 1)
 RESAMPLES = 10_000
+TOGETHER = 50
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k, banking77, ...")
     parser.add_argument("--home", type=Path, required=True, help="folder for the base, jobs and answers")
     parser.add_argument("--sets", default=",".join(SETS))
-    parser.add_argument("--split", choices=["dev", "test"], default="test")
+    parser.add_argument("--split", choices=["dev", "test", "none"], default="test", help="none trains only")
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     use_threads(options.threads)
@@ -65,6 +67,8 @@ def main() -> None:
 
 def run(task: TaskSet, base: BaseModel, data: Path, folder: Path, split: str) -> dict[str, Any]:
     trained = train(task, base, data, folder)
+    if split == "none":
+        return trained
     samples = task.read(data, split)[: task.n_dev if split == "dev" else task.n_test]
     base_scores: dict[str, list[float]] = {}
     lenient: dict[str, float] = {}
@@ -144,17 +148,26 @@ def train(task: TaskSet, base: BaseModel, data: Path, folder: Path) -> dict[str,
 def answers(
     task: TaskSet, base: BaseModel, samples: list[Sample], prompt: str, adapter: Path | None, kept: Path
 ) -> list[str]:
-    """One greedy answer for each sample, all served together; kept in a file from the first time."""
-    if kept.is_file():
-        return json.loads(kept.read_text())
+    """One greedy answer for each sample, `TOGETHER` of them at once; what is answered already is kept in a file."""
+    texts: list[str] = json.loads(kept.read_text()) if kept.is_file() else []
+    if len(texts) >= len(samples):
+        return texts[: len(samples)]
     bank = AdapterBank(base.decoder.groups())
     if adapter is not None:
         bank.load("adapter", read_adapter(adapter, base.identity, base.decoder.dtype))
-    server = Server(base, bank, Limits(max_running=64, kv_cache_bytes=2 << 30))
-    texts = [""] * len(samples)
-    started, cpu = time.monotonic(), time.process_time()
+    server = Server(base, bank, Limits(max_running=TOGETHER, kv_cache_bytes=2 << 30))
+    while len(texts) < len(samples):
+        texts += together(task, server, samples[len(texts) :][:TOGETHER], prompt, adapter is not None)
+        kept.write_text(json.dumps(texts, ensure_ascii=False, indent=0))
+        print(f"{task.name}: {kept.stem}: {len(texts)} of {len(samples)} answers", flush=True)
+    return texts
 
-    def collect(place: int) -> Any:
+
+def together(task: TaskSet, server: Server, samples: list[Sample], prompt: str, adapted: bool) -> list[str]:
+    tokenizer = server.base.tokenizer
+    texts = [""] * len(samples)
+
+    def collect(place: int) -> Callable[[Piece], None]:
         def emit(piece: Piece) -> None:
             if piece.error:
                 raise SystemExit(piece.error)
@@ -163,27 +176,21 @@ def answers(
         return emit
 
     for place, sample in enumerate(samples):
-        text = chat_text(sample.messages(prompt), base.tokenizer, add_generation_prompt=True, now=NOW)
+        text = chat_text(sample.messages(prompt), tokenizer, add_generation_prompt=True, now=NOW)
         server.submit(
             GenerationRequest(
-                prompt=tuple(base.tokenizer.encode(text)),
-                adapter="adapter" if adapter is not None else None,
+                prompt=tuple(tokenizer.encode(text)),
+                adapter="adapter" if adapted else None,
                 params=SamplingParams(temperature=0.0),
                 max_tokens=task.max_new_tokens,
                 n=1,
                 stop=(),
-                stop_tokens=base.tokenizer.stop_token_ids,
+                stop_tokens=tokenizer.stop_token_ids,
                 emit=collect(place),
             )
         )
     while server.has_work:
         server.step()
-    kept.write_text(json.dumps(texts, ensure_ascii=False, indent=0))
-    seconds = {"seconds": round(time.monotonic() - started, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
-    print(
-        json.dumps({"answers": str(kept.name), "set": task.name, "tokens": server.generated_tokens, **seconds}),
-        flush=True,
-    )
     return texts
 
 

@@ -309,15 +309,15 @@ def plain(text: str) -> str:
 SETS: Mapping[str, TaskSet] = {
     task.name: task
     for task in (
-        TaskSet("banking77", read_banking77, score_label, contains_label, "exact label", rows=1200, epochs=1,
-                learning_rate=2e-3, n_dev=60, n_test=200, max_new_tokens=20, base_prompts=("own", "listed")),
-        TaskSet("toolcall", read_toolcall, score_toolcall, None, "name and every argument", rows=220, epochs=1,
+        TaskSet("banking77", read_banking77, score_label, contains_label, "exact label", rows=500, epochs=1,
+                learning_rate=2e-3, n_dev=60, n_test=150, max_new_tokens=20, base_prompts=("own", "listed")),
+        TaskSet("toolcall", read_toolcall, score_toolcall, None, "name and every argument", rows=100, epochs=1,
                 learning_rate=1e-3, n_dev=30, n_test=100, max_new_tokens=100),
-        TaskSet("scitldr", read_scitldr, score_scitldr, None, "ROUGE-L, best reference", rows=200, epochs=1,
-                learning_rate=1e-3, n_dev=30, n_test=120, max_new_tokens=50),
-        TaskSet("openbookqa", read_openbookqa, score_openbookqa, any_label, "exact label", rows=1000, epochs=1,
-                learning_rate=1e-3, n_dev=100, n_test=500, max_new_tokens=24, base_prompts=("own", "label")),
-        TaskSet("gsm8k", read_gsm8k, score_gsm8k, last_number, "number after ####", rows=1200, epochs=1,
-                learning_rate=1e-3, n_dev=60, n_test=400, max_new_tokens=120, base_prompts=("own", "steps")),
+        TaskSet("scitldr", read_scitldr, score_scitldr, None, "ROUGE-L, best reference", rows=80, epochs=1,
+                learning_rate=1e-3, n_dev=30, n_test=200, max_new_tokens=50),
+        TaskSet("openbookqa", read_openbookqa, score_openbookqa, any_label, "exact label", rows=400, epochs=1,
+                learning_rate=1e-3, n_dev=60, n_test=300, max_new_tokens=24, base_prompts=("own", "label")),
+        TaskSet("gsm8k", read_gsm8k, score_gsm8k, last_number, "number after ####", rows=640, epochs=1,
+                learning_rate=1e-3, n_dev=40, n_test=400, max_new_tokens=120, base_prompts=("own", "steps")),
     )
 }  # fmt: skip

@@ -93,6 +93,10 @@ class WorkerClient:
         """Save the job now; its status, with the checkpoint in it."""
         return await self._call("POST", f"/training/jobs/{job_id}/checkpoint", timeout_s=120.0)
 
+    async def profile(self, job_id: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Watch the next steps of a job; comes back when they are done."""
+        return await self._call("POST", f"/training/jobs/{job_id}/profile", asked)
+
     async def forget(self, job_id: str) -> None:
         await self._call("DELETE", f"/training/jobs/{job_id}", timeout_s=30.0)
 
@@ -209,6 +213,11 @@ class ControlClient:
 
     def checkpoint_job(self, job_id: str) -> dict[str, Any]:
         return self._call("POST", f"/v1/fine_tuning/jobs/{_segment(job_id)}/checkpoints")
+
+    def profile_job(self, job_id: str, *, steps: int, trace: bool) -> dict[str, Any]:
+        """Where the time of the next steps of a running job goes; waits for them."""
+        path = f"/v1/fine_tuning/jobs/{_segment(job_id)}/profile"
+        return self._call("POST", path, json={"steps": steps, "trace": trace})
 
     def events(
         self, job_id: str, *, after: str | None = None, limit: int = 100, order: str = "desc"

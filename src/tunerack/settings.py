@@ -25,6 +25,7 @@ _BOUNDS: Mapping[str, tuple[int, int | None]] = {
 _DEVICES = ("auto", "cpu", "cuda")
 BaseFormat = Literal["plain", "nf4"]
 BASE_FORMATS: tuple[BaseFormat, ...] = ("plain", "nf4")
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Settings:
     max_upload_bytes: largest file that is accepted
     ttft_ms: within how many milliseconds a request has its first token while training runs beside; 0: as soon as can be
     itl_ms: within how many milliseconds an answer's next token comes while training runs beside; 0: as soon as can be
+    trackers: where the curves of jobs go, with commas between: tensorboard, wandb, mlflow, trackio, or none
     """
 
     home: Path = Path("~/.tunerack")
@@ -58,6 +60,7 @@ class Settings:
     max_upload_bytes: int = 512 * 1024**2
     ttft_ms: int = 0
     itl_ms: int = 0
+    trackers: str = "tensorboard"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -89,6 +92,9 @@ class Settings:
                 problems.append(Problem(f"{raw!r} is none of {', '.join(_DEVICES)}", name, f"unset {name}"))
             elif field.name == "base_format" and raw not in BASE_FORMATS:
                 problems.append(Problem(f"{raw!r} is none of {', '.join(BASE_FORMATS)}", name, f"unset {name}"))
+            elif field.name == "trackers" and (unknown := set(raw.split(",")) - {*_TRACKERS, "none"}):
+                hint = f"there are {', '.join(_TRACKERS)}, and none"
+                problems.append(Problem(f"no tracker is called {', '.join(map(repr, sorted(unknown)))}", name, hint))
             elif field.name == "api_key" and not (raw.isascii() and raw.isprintable() and " " not in raw):
                 # It goes into a header. Never shown, as it may be most of the right one.
                 problems.append(Problem("has letters that no header can hold", name, "openssl rand -hex 24"))
@@ -109,6 +115,10 @@ class Settings:
         promise = {"TUNERACK_TTFT_MS": str(self.ttft_ms), "TUNERACK_ITL_MS": str(self.itl_ms)}
         base = {"TUNERACK_BASE_FORMAT": self.base_format}
         return {**compute_environment(), **promise, **base}
+
+    @property
+    def tracker_names(self) -> tuple[str, ...]:
+        return tuple(name for name in self.trackers.split(",") if name != "none")
 
     @property
     def database(self) -> Path:

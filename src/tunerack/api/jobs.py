@@ -188,6 +188,18 @@ async def save(request: Request) -> Response:
     return JSONResponse(checkpoint_object(newest.rows[0], job))
 
 
+async def profile(request: Request) -> Response:
+    """Watch the next `steps` of a running job in its worker; answers when they are done."""
+    services, asked = services_of(request), await read_json(request)
+    job = await asyncio.to_thread(services.store.jobs.get, request.path_params["job_id"])
+    fleet = services.controller.fleet
+    worker = fleet.members.get(job.worker or "")
+    if job.finished or worker is None:
+        raise Invalid(f"{job.id} is {job.state}; only a job that runs can be watched", code="job_not_running")
+    with fleet.using(worker) as client:
+        return JSONResponse(await client.profile(job.id, asked))
+
+
 async def events(request: Request) -> Response:
     services, job_id = services_of(request), request.path_params["job_id"]
     services.store.jobs.get(job_id)
@@ -221,6 +233,7 @@ ROUTES = (
     Route(f"{JOB}/cancel", cancel, methods=["POST"]),
     Route(f"{JOB}/pause", pause, methods=["POST"]),
     Route(f"{JOB}/resume", resume, methods=["POST"]),
+    Route(f"{JOB}/profile", profile, methods=["POST"]),
     Route(f"{JOB}/events", events, methods=["GET"]),
     Route(f"{JOB}/checkpoints", checkpoints, methods=["GET"]),
     Route(f"{JOB}/checkpoints", save, methods=["POST"]),

@@ -104,7 +104,7 @@ def command(
 
         traced = peak(answer.spec, answer, settings)
     if plot is not None:
-        from tunerack.cli.plot import write
+        from tunerack.cli.cost_plot import write
 
         write(plot, answer)
         notes.append(f"plot written to {plot}")

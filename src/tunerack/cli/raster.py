@@ -73,6 +73,12 @@ class Canvas:
         for step in range(steps + 1):
             self.point(x1 + (x2 - x1) * step / steps, y1 + (y2 - y1) * step / steps, color)
 
+    def fill(self, x1: float, y1: float, x2: float, y2: float, color: Color) -> None:
+        """A rectangle without its right and lower edge; as good as nothing is a line of one pixel."""
+        for row in range(max(0, round(y1)), min(self.height, round(y2))):
+            for column in range(max(0, round(x1)), min(self.width, max(round(x2), round(x1) + (x2 > x1)))):
+                self.rows[row][3 * column : 3 * column + 3] = bytes(color)
+
     def dot(self, x: float, y: float, radius: int, color: Color) -> None:
         for across in range(-radius, radius + 1):
             for down in range(-radius, radius + 1):

@@ -78,6 +78,7 @@ def create_app(process: Process, token: str) -> Starlette:
         Route("/training/jobs/{job_id}/cancel", training.cancel, methods=["POST"]),
         Route("/training/jobs/{job_id}/pause", training.pause, methods=["POST"]),
         Route("/training/jobs/{job_id}/checkpoint", training.checkpoint, methods=["POST"]),
+        Route("/training/jobs/{job_id}/profile", training.profile, methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,

@@ -12,8 +12,10 @@ from typing import Any
 from tunerack.catalog import models
 from tunerack.engine.loop import Engine
 from tunerack.errors import Invalid, TunerackError, Unavailable
+from tunerack.monitor.tracking import missing
 from tunerack.serve.promise import Promise
 from tunerack.settings import Settings
+from tunerack.worker.curves import CurvesFeed
 
 log = logging.getLogger("tunerack.worker")
 
@@ -29,6 +31,7 @@ class Process:
         self.last_contact = time.monotonic()
         self._engine: Engine | None = None
         self._error: str | None = None
+        self._curves: CurvesFeed | None = None
 
     def load_in_background(self) -> None:
         threading.Thread(target=self._load, name="load", daemon=True).start()
@@ -63,6 +66,8 @@ class Process:
     def stop(self) -> None:
         if self._engine is not None:
             self._engine.stop()
+        if self._curves is not None:
+            self._curves.close()
 
     @property
     def idle(self) -> bool:
@@ -71,8 +76,12 @@ class Process:
 
     def _load(self) -> None:
         try:
-            self._engine = self._build()
-            self._engine.start()
+            self._engine = engine = self._build()
+            for line in missing(self.settings.tracker_names):
+                log.warning("%s", line)
+            self._curves = CurvesFeed(lambda: engine.trainer.records, self.settings.tracker_names)
+            engine.start()
+            self._curves.start()
             log.info("base %s is ready", self.base)
         except TunerackError as error:
             self._error = str(error)

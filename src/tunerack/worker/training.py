@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tunerack.errors import Invalid, NotFound
 from tunerack.spec.parse import job_from_json
 from tunerack.worker.body import read_json, text_field
 from tunerack.worker.process import Process
+
+TRACE_FILE = "trace.json"
 
 
 async def plan(request: Request) -> Response:
@@ -100,3 +103,23 @@ def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise Invalid("must be an object", where=name, param=name)
     return value
+
+
+async def profile(request: Request) -> Response:
+    """Watch the next `steps` of a job; answers when they are done. `trace`: also write them for chrome://tracing."""
+    from tunerack.engine.profile import matrix_peak, watch_job
+
+    process: Process = request.app.state.process
+    engine, body = process.engine(), await read_json(request)
+    job_id, steps = request.path_params["job_id"], body.get("steps", 3)
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise Invalid("must be a whole number", where="steps", param="steps")
+    future = await run_in_threadpool(engine.call, lambda: watch_job(engine.trainer, job_id, steps))
+    watched = await asyncio.wrap_future(future)
+    peak = await run_in_threadpool(engine.call, lambda: matrix_peak(engine.base.decoder.dtype))
+    answer = await run_in_threadpool(watched.to_json, engine.base, peak)
+    if body.get("trace"):
+        path = engine.trainer.records[job_id].request.directory / TRACE_FILE
+        await run_in_threadpool(watched.recorder.write_trace, path)
+        answer["trace_path"] = str(path)
+    return JSONResponse(answer)
