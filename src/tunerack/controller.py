@@ -9,14 +9,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tunerack.catalog import gpus
 from tunerack.catalog.models import Catalogue
 from tunerack.client import WorkerClient
 from tunerack.errors import Invalid, NotFound, TunerackError
+from tunerack.estimate import calibration
 from tunerack.executors.executor import Executor
 from tunerack.fleet import Fleet, Loss, Worker
 from tunerack.registry import READY_TIMEOUT_S, Registry
 from tunerack.schedule.fifo import decide
 from tunerack.schedule.snapshot import AssignJobs, Limits, Snapshot, StartWorker, StopWorker, WaitingJob
+from tunerack.store import calibrations
 from tunerack.store.adapters import Adapter
 from tunerack.store.database import DiskFull
 from tunerack.store.home import Store
@@ -158,6 +161,7 @@ class Controller:
     async def _write_down(self, job: Job, status: Mapping[str, Any]) -> bool:
         """Store what the worker says; True when the job has ended."""
         lease, state, jobs = str(job.lease), status.get("state"), self.store.jobs
+        status = await asyncio.to_thread(self._planned, job, status)
         if state == "succeeded":
             try:
                 adapter = await self.registry.publish(job, status)
@@ -168,6 +172,7 @@ class Controller:
                 return True
             if await asyncio.to_thread(self._succeed, job, status, adapter):
                 log.info("job %s has made %s (%s)", job.id, job.adapter_name, adapter.version)
+                await asyncio.to_thread(self._learn, job, status)
             return True
         await asyncio.to_thread(jobs.report, job.id, lease, status, self._now())
         if state == "failed":
@@ -190,6 +195,30 @@ class Controller:
         if not done:
             (self.store.settings.files / result.id).unlink(missing_ok=True)
         return done
+
+    def _planned(self, job: Job, status: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The first plan of a job, scaled by what finished jobs took, is the one that it is held against."""
+        if job.plan is not None or not status.get("plan"):
+            return {**status, "plan": None}
+        return {**status, "plan": self._corrected(status["plan"], job.model)}
+
+    def _corrected(self, plan: Mapping[str, Any], model: str) -> dict[str, Any]:
+        finished = self.store.jobs.timed(model, calibration.JOBS_THAT_COUNT)
+        return calibration.corrected(plan, [(job.plan or {}, job.timing or {}) for job in finished])
+
+    def _learn(self, job: Job, status: Mapping[str, Any]) -> None:
+        """What a finished job took goes to the calibrations that estimates of this machine rest on."""
+        timing = status.get("timing") or {}
+        device = str(timing.get("device") or "")
+        try:
+            if device != gpus.CPU:
+                device = gpus.load(self.store.settings.home).find(device).name
+            entry = calibration.of_run(device, job.model, timing, self._now())
+            if entry is not None:
+                calibrations.add(self.store.settings.home, entry)
+        except (OSError, TunerackError) as error:
+            # The job itself is whole; an unknown card or a damaged file costs no more than this one entry.
+            log.warning("job %s feeds no calibration: %s", job.id, error)
 
     async def _fail(self, job: Job, error: Mapping[str, Any]) -> None:
         shown = {
@@ -315,4 +344,5 @@ class Controller:
         validation = settings.files / str(spec["validation_file"]) if spec.get("validation_file") else None
         worker = await self.fleet.ready(model, READY_TIMEOUT_S)
         with self.fleet.using(worker) as client:
-            return await client.plan(spec, training, validation)
+            planned = await client.plan(spec, training, validation)
+        return await asyncio.to_thread(self._corrected, planned, model)

@@ -140,6 +140,12 @@ class Training:
             "spec": spec,
             "report": {"rows_in": 4, "rows_kept": 4, "dropped": []},
             "plan": {"steps": STEPS, "predicted_s": {"low": 1, "mid": 2, "high": 3, "basis": "fake"}},
+            "timing": {
+                "device": "cpu",
+                "steps": self.step,
+                "tokens": TOKENS_PER_STEP * self.step,
+                "seconds": 0.5 * self.step,
+            },
             "error": self.error,
             "adapter": self.adapter,
             "events": [event for event in self.events if event["seq"] > after],

@@ -20,6 +20,7 @@ from tunerack.client import ControlClient
 from tunerack.errors import NotFound, TunerackError, Unavailable
 from tunerack.methods.identity import adapter_version
 from tunerack.settings import Settings
+from tunerack.store import calibrations
 from tunerack.store.home import Store
 
 OTHER = "qwen2.5-0.5b"
@@ -65,6 +66,25 @@ def ended(client: ControlClient, job_id: str) -> dict:
 
 def body(file_id: str, name: str, model: str = MODEL) -> dict:
     return {"model": model, "training_file": file_id, "adapter_name": name}
+
+
+class TestLearning:
+    def test_a_finished_job_feeds_estimates_and_the_plan_of_the_next(
+        self, home: Path, started: list[ControlProcess], train_file: Path
+    ) -> None:
+        control = up(home, started, FAKE_STEP_S="0.02")
+        with ControlClient(control.url) as client:
+            file_id = client.upload(train_file)["id"]
+            first = ended(client, client.create_job(body(file_id, "first"))["id"])
+            second = ended(client, client.create_job(body(file_id, "second"))["id"])
+            assert first["tunerack"]["planned_s"] == 2
+            assert first["tunerack"]["timing"]["steps"] == STEPS
+            # Each step took half a second, and two seconds were planned for all: the next plan says what they took.
+            assert second["tunerack"]["planned_s"] == pytest.approx(0.5 * STEPS)
+            assert second["tunerack"]["plan"]["predicted_s"]["basis"] == "similar runs"
+        kept = calibrations.load(home)
+        assert [(entry.device, entry.model, entry.kind) for entry in kept] == [("cpu", MODEL, "job")] * 2
+        assert kept[0].points == ((TOKENS_PER_STEP, 0.5),)
 
 
 class TestWorkers:

@@ -229,8 +229,8 @@ def test_plot_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_calibration_of_this_device_is_used_from_then_on(tmp_path: Path) -> None:
-    from tunerack.cli import calibrations
     from tunerack.estimate.calibration import Measured
+    from tunerack.store import calibrations
 
     asked = ["--model", "smollm2-135m", "--rows", "160", "--mean-tokens", "128", "--batch-size", "16", "--gpus", "cpu"]
     before = estimate(*asked, home=tmp_path)["offers"][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tunerack.estimate import calibration
 from tunerack.spec.openai import BASE_LEARNING_RATE
 from tunerack.store.checkpoints import Checkpoint
 from tunerack.store.events import Event
@@ -25,7 +26,7 @@ CHECKPOINT_METRICS = (
 def job_object(job: Job, now: float) -> dict[str, Any]:
     spec = job.spec or job.asked
     hyperparameters = _hyperparameters(spec)
-    eta_s = job.eta_s if job.state == "running" else None
+    eta_s = _eta_s(job)
     return {
         "id": job.id,
         "object": "fine_tuning.job",
@@ -46,18 +47,17 @@ def job_object(job: Job, now: float) -> dict[str, Any]:
         "integrations": [],
         "metadata": dict(job.metadata),
         "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
-        "tunerack": _own(job, spec, now),
+        "tunerack": _own(job, spec, now, eta_s),
     }
 
 
-def _own(job: Job, spec: Mapping[str, Any], now: float) -> dict[str, Any]:
+def _own(job: Job, spec: Mapping[str, Any], now: float, eta_s: float | None) -> dict[str, Any]:
     state = _OWN_STATES.get(job.state, job.state)
     if job.cancel_requested and not job.finished:
         state = "cancelling"
     elif job.pause_requested and not job.finished:
         state = "paused" if job.paused else "pausing"
     began = job.started_at
-    predicted = (job.plan or {}).get("predicted_s") or {}
     return {
         "state": state,
         "adapter_name": job.adapter_name,
@@ -67,15 +67,30 @@ def _own(job: Job, spec: Mapping[str, Any], now: float) -> dict[str, Any]:
         "epoch": job.epoch,
         "trained_tokens": job.trained_tokens,
         "tokens_per_s": job.tokens_per_s,
-        "eta_s": job.eta_s,
-        "planned_s": predicted.get("mid") if isinstance(predicted, Mapping) else predicted,
+        "eta_s": eta_s,
+        "planned_s": _planned_s(job),
+        "started_at": began,
         "elapsed_s": None if began is None else round((job.finished_at or now) - began, 3),
         "plan": job.plan,
+        "timing": job.timing,
         "report": job.report,
         "spec": dict(spec),
         "worker": job.worker,
         "restarts": job.restarts,
     }
+
+
+def _planned_s(job: Job) -> float | None:
+    predicted = (job.plan or {}).get("predicted_s") or {}
+    found: float | None = predicted.get("mid") if isinstance(predicted, Mapping) else predicted
+    return found
+
+
+def _eta_s(job: Job) -> float | None:
+    """Seconds left of a running job: its plan at first, its own pace the more it has shown of it."""
+    if job.state != "running" or not job.total_steps:
+        return None
+    return calibration.seconds_left(_planned_s(job), job.eta_s, min(1.0, job.step / job.total_steps))
 
 
 def _hyperparameters(spec: Mapping[str, Any]) -> dict[str, Any]:

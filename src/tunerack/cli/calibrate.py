@@ -26,9 +26,10 @@ def command(settings: Settings, model: str, rank: int, targets: str | None, from
         _from_jobs(settings, as_json=as_json)
         return
     from tunerack.catalog.gpus import CPU
-    from tunerack.cli import calibrations, measuring
+    from tunerack.cli import measuring
     from tunerack.estimate import calibration
     from tunerack.estimate.calibration import Measured
+    from tunerack.store import calibrations
 
     lora: dict[str, object] = {"rank": rank}
     if targets:
@@ -62,9 +63,9 @@ def command(settings: Settings, model: str, rank: int, targets: str | None, from
 def _from_jobs(settings: Settings, *, as_json: bool) -> None:
     """Keep what the finished jobs of the server show, each once."""
     from tunerack.catalog.gpus import CPU
-    from tunerack.cli import calibrations
     from tunerack.client import ControlClient
     from tunerack.estimate import calibration
+    from tunerack.store import calibrations
 
     with ControlClient.of(settings) as client:
         jobs = client.jobs(limit=100)

@@ -121,8 +121,8 @@ def estimate(
 ) -> tuple[Answer, list[str], str]:
     """The answer, notes on what was read, and how the tokens were counted. Raises Invalid."""
     from tunerack.catalog import gpus
-    from tunerack.cli.calibrations import load as load_calibrations
     from tunerack.estimate import request
+    from tunerack.store.calibrations import load as load_calibrations
 
     spec, notes, folder = read_spec(file, given)
     shape, model_folder = shape_of(spec.model, settings, folder)

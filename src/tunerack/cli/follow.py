@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tunerack.cli.output import clock, duration
+from tunerack.cli.output import clock, duration, took
 from tunerack.client import ControlClient
 from tunerack.errors import TunerackError, Unavailable
 
@@ -34,10 +34,11 @@ def follow(client: ControlClient, job_id: str) -> Iterator[dict[str, Any]]:
     while True:
         try:
             # Asked before the events, so that those of the end are not missed.
-            finished = client.job(job_id)["status"] in FINISHED
+            job = client.job(job_id)
+            finished = job["status"] in FINISHED
             for event in past_events(client, job_id, after):
                 after = event["id"]
-                yield event
+                yield _beside_its_plan(event, job)
             silent_since = None
             if finished:
                 return
@@ -46,6 +47,16 @@ def follow(client: ControlClient, job_id: str) -> Iterator[dict[str, Any]]:
             if time.monotonic() - silent_since > PATIENCE_S:
                 raise
         time.sleep(POLL_S)
+
+
+def _beside_its_plan(event: dict[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """The event of a step with the seconds that the job has taken by then, and those that were planned."""
+    own = job.get("tunerack") or {}
+    if event.get("type") != "metrics" or not own.get("started_at"):
+        return event
+    elapsed = max(0.0, event["created_at"] - own["started_at"])
+    data = {**(event.get("data") or {}), "elapsed_s": elapsed, "planned_s": own.get("planned_s")}
+    return {**event, "data": data}
 
 
 def event_line(event: Mapping[str, Any]) -> str:
@@ -73,6 +84,8 @@ def metrics_text(data: Mapping[str, Any]) -> str:
         parts.append(f"{data['tokens_per_s']:.0f} tokens/s")
     if data.get("eta_s") is not None:
         parts.append(f"eta {duration(data['eta_s'])}")
+    if data.get("planned_s"):
+        parts.append(took(data))
     return "  ".join(parts)
 
 

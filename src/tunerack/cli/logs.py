@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tunerack.cli.output import emit_line, json_option
+from tunerack.cli.output import emit_line, json_option, took
 from tunerack.settings import Settings
 
 
@@ -29,4 +29,7 @@ def command(settings: Settings, job: str, wait: bool, as_json: bool) -> None:
             else:
                 click.echo(event_line(event))
         if wait:
-            raise_unless_succeeded(client.job(job))
+            ended = client.job(job)
+            raise_unless_succeeded(ended)
+            if not as_json:
+                click.echo(took(ended["tunerack"]))

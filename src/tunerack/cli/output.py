@@ -72,6 +72,14 @@ def duration(seconds: float | None) -> str:
     return "-" if seconds is None else format_duration(seconds)
 
 
+def took(own: Mapping[str, Any]) -> str:
+    """`1m 02s of 3m 00s planned`, from what is ours of a job; `-` before it has begun."""
+    if own.get("elapsed_s") is None:
+        return "-"
+    planned = own.get("planned_s")
+    return duration(own["elapsed_s"]) + (f" of {duration(planned)} planned" if planned else "")
+
+
 def clock(timestamp: float | None) -> str:
     """Local date and time of a Unix time."""
     return "-" if timestamp is None else datetime.fromtimestamp(timestamp).strftime("%Y-%m-%d %H:%M:%S")

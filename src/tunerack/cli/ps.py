@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tunerack.cli.output import duration, emit, json_option, table
+from tunerack.cli.output import duration, emit, json_option, table, took
 from tunerack.settings import Settings
 
 # Of a worker: requests that are decoded and that wait, jobs in training, adapters in memory.
@@ -35,7 +35,7 @@ def command(settings: Settings, limit: int, as_json: bool) -> None:
         emit({"jobs": jobs, "workers": workers})
         return
     if jobs:
-        headers = ("JOB", "STATE", "MODEL", "STEP", "TOKENS/S", "ETA", "ADAPTER")
+        headers = ("JOB", "STATE", "MODEL", "STEP", "TOKENS/S", "ETA", "TIME", "ADAPTER")
         click.echo(table(headers, [_job_row(job) for job in jobs]))
     else:
         click.echo("no jobs yet; make one: tunerack train DATA.jsonl --model smollm2-135m")
@@ -60,4 +60,13 @@ def _job_row(job: Mapping[str, Any]) -> list[Any]:
     speed = own.get("tokens_per_s") if running else None
     adapter = job.get("fine_tuned_model") or (job.get("error") or {}).get("message", "").split("\n")[0][:60] or None
     state = own.get("state") or job["status"]
-    return [job["id"], state, job["model"], step, speed, duration(own.get("eta_s") if running else None), adapter]
+    return [
+        job["id"],
+        state,
+        job["model"],
+        step,
+        speed,
+        duration(own.get("eta_s") if running else None),
+        took(own),
+        adapter,
+    ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunerack.cli.output import cell, duration, pairs
+from tunerack.cli.output import cell, duration, pairs, took
 from tunerack.client import ControlClient
 from tunerack.data.rows import read_rows
 from tunerack.errors import Invalid, Problem
@@ -112,6 +112,8 @@ def job_line(job: Mapping[str, Any]) -> str:
         parts.append(f"{own['tokens_per_s']:.0f} tokens/s")
     if own.get("eta_s") is not None:
         parts.append(f"eta {duration(own['eta_s'])}")
+    if own.get("planned_s") and own.get("elapsed_s") is not None:
+        parts.append(took(own))
     return "  ".join(parts)
 
 

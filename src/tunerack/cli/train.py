@@ -12,7 +12,7 @@ import click
 
 from tunerack.cli import full
 from tunerack.cli.options import flag, given, spec_options
-from tunerack.cli.output import emit, json_option
+from tunerack.cli.output import emit, json_option, took
 from tunerack.errors import Invalid, TunerackError
 from tunerack.settings import Settings
 from tunerack.spec.job import JobSpec
@@ -142,4 +142,4 @@ def _follow(client: Any, job_id: str, plan: Any, *, as_json: bool) -> None:
     if job["status"] != "succeeded":
         raise TunerackError(f"job {job_id} was {job['status']}")
     if not as_json:
-        click.echo(f"\ntalk to it: tunerack chat {job['fine_tuned_model']}")
+        click.echo(f"\n{took(job['tunerack'])}; talk to it: tunerack chat {job['fine_tuned_model']}")

@@ -14,6 +14,11 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count or len(os.sched_getaffinity(0)))
 
 
+def device_name(device: torch.device) -> str:
+    """`cpu`, or what the driver calls the card."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def choose_device(wanted: str) -> tuple[str, torch.dtype]:
     """The device and the type of the base weights on it; "auto" takes a GPU when there is one.
 

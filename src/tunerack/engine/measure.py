@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from tunerack.catalog import models
 from tunerack.engine.base import BaseModel, load_base
 from tunerack.engine.decoder import Decoder
-from tunerack.engine.device import use_threads
+from tunerack.engine.device import device_name, use_threads
 from tunerack.engine.linear import stored
 from tunerack.engine.sample_jobs import Setting, jobs_of
 from tunerack.engine.source import prepare_base
@@ -124,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TunerackError as error:
         print(json.dumps({"error": str(error)}))
         return 1
-    print(json.dumps({"device": base.decoder.device.type, "threads": torch.get_num_threads(), "results": found}))
+    print(
+        json.dumps({"device": device_name(base.decoder.device), "threads": torch.get_num_threads(), "results": found})
+    )
     return 0
 
 

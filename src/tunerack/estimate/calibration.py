@@ -5,11 +5,20 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tunerack.estimate.plan import Rate
+from tunerack.estimate.plan import SPREAD, Basis, Interval, Rate
+
+# Finished jobs that count, newest first: what a machine did long ago says little of what it does now.
+JOBS_THAT_COUNT = 5
+# No interval from a handful of jobs is narrower.
+LEAST_SPREAD = 1.1
+# Share of the steps after which the pace alone counts.
+TRUSTED_FROM = 0.1
 
 
 @dataclass(frozen=True)
@@ -62,38 +71,101 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return alpha, beta
 
 
-def choose(entries: Iterable[Measured], device: str, model: str, method: str) -> Rate | None:
-    """The newest rate for that device, model and method; else of the device and model; None without one."""
+def choose(
+    entries: Iterable[Measured],
+    device: str,
+    model: str,
+    method: str,
+    prior: tuple[float, float] | None = None,
+) -> Rate | None:
+    """The rate of that device, model and method, else of the device and model; None where nothing was measured.
+
+    The newest calibration gives alpha and beta; jobs that ended after it scale both by what they took. Jobs without a
+    calibration scale `prior` (alpha_s, beta_s_per_token), and without one give beta alone.
+    """
     mine = [entry for entry in entries if (entry.device, entry.model) == (device, model)]
     exact = [entry for entry in mine if entry.method == method]
-    chosen = max(exact or mine, key=lambda entry: entry.measured_at, default=None)
-    if chosen is None:
+    used = exact or mine
+    if not used:
         return None
-    basis = "calibrated here" if chosen in exact and chosen.kind == "calibrated" else "similar runs"
-    return Rate(chosen.alpha_s, chosen.beta_s_per_token, basis)  # type: ignore[arg-type]
+    calibrated = max((x for x in used if x.kind == "calibrated"), key=lambda x: x.measured_at, default=None)
+    since = calibrated.measured_at if calibrated else 0.0
+    jobs = sorted((x for x in used if x.kind == "job" and x.measured_at > since), key=lambda x: x.measured_at)
+    base = (calibrated.alpha_s, calibrated.beta_s_per_token) if calibrated else prior
+    basis: Basis = "calibrated here" if exact and not jobs else "similar runs"
+    if not jobs:
+        return None if base is None else Rate(*base, basis)
+    newest = jobs[-JOBS_THAT_COUNT:]
+    if base is None or sum(base) <= 0:
+        return Rate(*fit([point for entry in newest for point in entry.points]), basis)
+    ratios = [seconds / (base[0] + base[1] * tokens) for entry in newest for tokens, seconds in entry.points]
+    factor, spread = typical(ratios)
+    return Rate(base[0] * factor, base[1] * factor, basis, spread)
+
+
+def typical(ratios: Sequence[float]) -> tuple[float, float]:
+    """Median of measured over planned, and the 90 % interval around it as a factor: from their own scatter where there
+    are three and more, else that of similar runs."""
+    if len(ratios) < 3:
+        return statistics.median(ratios), SPREAD["similar runs"]
+    scatter = statistics.stdev(math.log(ratio) for ratio in ratios)
+    # A prediction rests on a median that is itself uncertain.
+    return statistics.median(ratios), max(LEAST_SPREAD, math.exp(1.645 * scatter * math.sqrt(1 + 1 / len(ratios))))
+
+
+def of_run(device: str, model: str, timing: Mapping[str, Any] | None, finished_at: float) -> Measured | None:
+    """What a finished job shows, as one point: the mean step. None for a job that shows nothing.
+
+    timing: its `steps`, their `tokens`, and the `seconds` of joint work that were its share
+    """
+    timing = timing or {}
+    steps, tokens, seconds = (float(timing.get(name) or 0) for name in ("steps", "tokens", "seconds"))
+    if min(steps, tokens, seconds) <= 0:
+        return None
+    points = ((tokens / steps, seconds / steps),)
+    return Measured(device, model, "lora", *fit(points), points, finished_at, "job")
 
 
 def of_job(job: Mapping[str, Any], device: str) -> Measured | None:
-    """What a finished job shows: all its tokens over all its time, as one point; None for a job that shows nothing.
-
-    job: as the API prints it. Time that other jobs took in the same passes is in it.
-    """
+    """The same of a job as the API prints it; for one of which no timing was kept, all its tokens over all its time."""
     own = job.get("tunerack") or {}
-    tokens, seconds = job.get("trained_tokens"), own.get("elapsed_s")
-    if job.get("status") != "succeeded" or not tokens or not seconds:
+    timing = own.get("timing") or {"steps": 1, "tokens": job.get("trained_tokens"), "seconds": own.get("elapsed_s")}
+    if job.get("status") != "succeeded":
         return None
-    points = ((float(tokens), float(seconds)),)
-    finished = float(job.get("finished_at") or 0)
-    return Measured(device, str(job["model"]), "lora", *fit(points), points, finished, "job")
+    return of_run(device, str(job["model"]), timing, float(job.get("finished_at") or 0))
 
 
-def learned(rate: Rate, planned_s: float, elapsed_s: float, done: float) -> float:
-    """Seconds left of a running job: what it has shown so far, weighted by how far it is, and the plan.
+def corrected(
+    plan: Mapping[str, Any], finished: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """A plan whose time is scaled by what finished jobs of the same base took; `uncorrected_s` keeps what it said.
 
-    done: share of the work behind it, in [0, 1]; planned_s: of the whole job
+    finished: (plan, timing) of jobs, newest first
     """
-    if not 0 < done <= 1:
-        return planned_s
-    shown = elapsed_s * (1 - done) / done
-    trust = min(1.0, done * (20 if rate.basis == "prior" else 10))
-    return trust * shown + (1 - trust) * planned_s * (1 - done)
+    ratios = [ratio for pair in finished[:JOBS_THAT_COUNT] if (ratio := _taken_over_planned(*pair)) is not None]
+    time = plan.get("predicted_s")
+    if not ratios or not isinstance(time, Mapping):
+        return dict(plan)
+    factor, spread = typical(ratios)
+    predicted = Interval.around(float(time["mid"]) * factor, spread, "similar runs")
+    learned = {"predicted_s": predicted.to_json(), "uncorrected_s": time["mid"], "learned_from_jobs": len(ratios)}
+    return {**plan, **learned}
+
+
+def _taken_over_planned(plan: Mapping[str, Any], timing: Mapping[str, Any]) -> float | None:
+    said = plan.get("uncorrected_s") or (plan.get("predicted_s") or {}).get("mid")
+    steps, all_steps, seconds = timing.get("steps"), plan.get("steps"), timing.get("seconds")
+    if not (said and steps and all_steps and seconds):
+        return None
+    return float(seconds) / (float(said) * float(steps) / float(all_steps))
+
+
+def seconds_left(planned_s: float | None, pace_s: float | None, done: float) -> float | None:
+    """Seconds left of a running job: its pace, trusted more the further it is, and its plan.
+
+    planned_s: of the whole job; pace_s: what is left at the pace of the last steps; done: share of the steps behind it
+    """
+    if planned_s is None or pace_s is None:
+        return pace_s if planned_s is None else planned_s * (1 - done)
+    trust = min(1.0, done / TRUSTED_FROM)
+    return trust * pace_s + (1 - trust) * planned_s * (1 - done)

@@ -9,7 +9,7 @@ from typing import Any
 from tunerack.catalog.gpus import CPU, Gpu, Hardware, Price, this_cpu
 from tunerack.catalog.shape import Shape
 from tunerack.errors import Invalid, Problem
-from tunerack.estimate import calibration, cost, fit, trainer
+from tunerack.estimate import calibration, cost, fit, steptime, trainer
 from tunerack.estimate.calibration import Measured
 from tunerack.estimate.cost import Offer, Work
 from tunerack.estimate.lengths import Lengths
@@ -76,7 +76,9 @@ def answer(
         if prices == [None] and spec.price_kind == "all" and wanted.gpu.name != CPU:
             notes.append(f"no price is known for {wanted.gpu.name}: give --price {wanted.gpu.name}=DOLLARS_PER_HOUR")
         placed = base.with_values(parallel=parallel(spec, shape, base, wanted))
-        rate = calibration.choose(measured, wanted.gpu.name, spec.model, spec.method)
+        step = steptime.step_time(shape, placed, wanted.gpu, hardware)
+        prior = (step.alpha_s, step.beta_s_per_token)
+        rate = calibration.choose(measured, wanted.gpu.name, spec.model, spec.method, prior)
         for price in prices:
             if wanted.gpu.name == CPU:
                 offers.append(_here(spec, shape, placed, work, wanted.gpu, hardware, price, rate))

@@ -26,7 +26,7 @@ FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 # How often a job may lose its worker without coming further before it is given up.
 MAX_STALLED_RESTARTS = 5
 
-_JSON_COLUMNS = ("asked", "spec", "metadata", "report", "plan", "error")
+_JSON_COLUMNS = ("asked", "spec", "metadata", "report", "plan", "timing", "error")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Job:
     event_cursor: `seq` of the last event taken from the worker under this lease
     restart_step, stalled_restarts: furthest step at the last restart; restarts since then without a further step
     report: rows in, kept and dropped; plan: steps, tokens and predicted seconds
+    timing: steps, tokens and seconds that its last worker has counted, and on which device
     result_file: id of the file with the metrics of every step
     pause_requested: the job waits until it is resumed, as soon as its worker has let go of it
     """
@@ -67,6 +68,7 @@ class Job:
     eta_s: float | None = None
     report: Mapping[str, Any] | None = None
     plan: Mapping[str, Any] | None = None
+    timing: Mapping[str, Any] | None = None
     error: Mapping[str, Any] | None = None
     adapter_version: str | None = None
     result_file: str | None = None
@@ -162,6 +164,15 @@ class Jobs:
         rows = self._database.rows(f"SELECT {_COLUMNS} FROM jobs WHERE finished_at IS NULL ORDER BY seq")
         return [_job(row) for row in rows]
 
+    def timed(self, model: str, limit: int) -> list[Job]:
+        """The newest that succeeded on a base model and were timed."""
+        rows = self._database.rows(
+            f"SELECT {_COLUMNS} FROM jobs WHERE model = ? AND state = 'succeeded' AND timing IS NOT NULL"
+            " ORDER BY finished_at DESC LIMIT ?",
+            (model, limit),
+        )
+        return [_job(row) for row in rows]
+
     def ids(self) -> set[str]:
         return {row["id"] for row in self._database.rows("SELECT id FROM jobs")}
 
@@ -201,7 +212,8 @@ class Jobs:
         connection.execute(
             "UPDATE jobs SET state = ?, event_cursor = ?, step = MAX(step, ?), total_steps = COALESCE(?, total_steps),"
             " epoch = COALESCE(?, epoch), trained_tokens = COALESCE(?, trained_tokens), tokens_per_s = ?, eta_s = ?,"
-            " spec = COALESCE(?, spec), report = COALESCE(?, report), plan = COALESCE(?, plan) WHERE id = ?",
+            " spec = COALESCE(?, spec), report = COALESCE(?, report), plan = COALESCE(?, plan),"
+            " timing = COALESCE(?, timing) WHERE id = ?",
             (
                 "validating_files" if preparing else "running",
                 cursor,
@@ -214,6 +226,7 @@ class Jobs:
                 encode(status.get("spec")),
                 encode(status.get("report")),
                 encode(status.get("plan")),
+                encode(status.get("timing")),
                 job.id,
             ),
         )

@@ -137,4 +137,7 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE jobs ADD COLUMN pause_requested INTEGER NOT NULL DEFAULT 0;
     """,
+    """
+    ALTER TABLE jobs ADD COLUMN timing TEXT;
+    """,
 )

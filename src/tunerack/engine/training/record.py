@@ -44,8 +44,9 @@ class JobRequest:
 class JobRecord:
     """Progress of one job; written by the engine's thread, read by others."""
 
-    def __init__(self, request: JobRequest) -> None:
+    def __init__(self, request: JobRequest, device: str = "cpu") -> None:
         self.request = request
+        self.device = device
         self.state: State = "preparing"
         self.cancel_requested = False
         self.pause_requested = False
@@ -63,6 +64,8 @@ class JobRecord:
         self.loads: Loads | None = None
         self.checkpoints: list[Checkpoint] = list_checkpoints(request.directory)
         self._recent: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
+        self._timed_steps = self._timed_tokens = 0
+        self._timed_s = 0.0
 
     @property
     def live(self) -> bool:
@@ -90,6 +93,16 @@ class JobRecord:
             seconds, steps = seconds + planned * _PLAN_STEPS, steps + _PLAN_STEPS
         return (self.total_steps - self.step) * seconds / steps if steps else None
 
+    @property
+    def timing(self) -> dict[str, Any] | None:
+        """Steps since this worker took the job, their tokens, and the share of the joint seconds that was its own."""
+        if not self._timed_steps:
+            return None
+        seconds = round(self._timed_s, 3)
+        return {
+            "device": self.device, "steps": self._timed_steps, "tokens": self._timed_tokens, "seconds": seconds
+        }  # fmt: skip
+
     def start(self, job: TrainingJob) -> None:
         self.spec, self.total_steps, self.state = job.spec, job.total_steps, "running"
         self._copy(job)
@@ -99,6 +112,9 @@ class JobRecord:
     ) -> None:
         """`share` of the joint step's tokens were this job's; `routing` is how they used the base's experts."""
         self._recent.append((seconds, result.trained_tokens))
+        self._timed_steps += 1
+        self._timed_tokens += result.trained_tokens
+        self._timed_s += seconds * share
         self._copy(job)
         data = {
             "step": job.step,
@@ -169,6 +185,7 @@ class JobRecord:
             "report": self.report,
             "plan": self.plan,
             "scores": self.scores,
+            "timing": self.timing,
             "error": asdict(self.failure) if self.failure else None,
             "adapter": self.adapter,
             "events": [asdict(event) for event in self.history.events[after:]],

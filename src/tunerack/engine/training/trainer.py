@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from tunerack.engine.base import BaseModel
+from tunerack.engine.device import device_name
 from tunerack.engine.training.balance import JobRouting
 from tunerack.engine.training.calibration import measure_rate
 from tunerack.engine.training.checkpoint import Checkpoint, choose, restore, write_checkpoint
@@ -78,7 +79,7 @@ class Trainer:
         with self._lock:
             new = [r for r in requests if r.job_id not in self.records]
             for request in new:
-                self.records[request.job_id] = JobRecord(request)
+                self.records[request.job_id] = JobRecord(request, device_name(self.base.decoder.device))
             if new:
                 self._arrivals.append(new)
             return [self.records[r.job_id] for r in requests]
