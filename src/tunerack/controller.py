@@ -203,8 +203,8 @@ class Controller:
         return {**status, "plan": self._corrected(status["plan"], job.model)}
 
     def _corrected(self, plan: Mapping[str, Any], model: str) -> dict[str, Any]:
-        finished = self.store.jobs.timed(model, calibration.JOBS_THAT_COUNT)
-        return calibration.corrected(plan, [(job.plan or {}, job.timing or {}) for job in finished])
+        finished = self.store.timings.of_base(model, calibration.JOBS_THAT_COUNT)
+        return calibration.corrected(plan, finished)
 
     def _learn(self, job: Job, status: Mapping[str, Any]) -> None:
         """What a finished job took goes to the calibrations that estimates of this machine rest on."""

@@ -12,6 +12,7 @@ from tunerack.store.disk import sweep
 from tunerack.store.events import Events
 from tunerack.store.files import Files
 from tunerack.store.jobs import Jobs
+from tunerack.store.timings import Timings
 from tunerack.store.usage import UsageCounters
 from tunerack.store.workers import Workers
 
@@ -40,6 +41,7 @@ class Store:
         self.adapters = Adapters(self.database)
         self.usage = UsageCounters(self.database)
         self.workers = Workers(self.database)
+        self.timings = Timings(self.database)
 
     def sweep(self) -> None:
         """Remove files and adapter folders without a row: nobody was told of them. Only while no one else writes."""

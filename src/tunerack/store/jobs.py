@@ -164,15 +164,6 @@ class Jobs:
         rows = self._database.rows(f"SELECT {_COLUMNS} FROM jobs WHERE finished_at IS NULL ORDER BY seq")
         return [_job(row) for row in rows]
 
-    def timed(self, model: str, limit: int) -> list[Job]:
-        """The newest that succeeded on a base model and were timed."""
-        rows = self._database.rows(
-            f"SELECT {_COLUMNS} FROM jobs WHERE model = ? AND state = 'succeeded' AND timing IS NOT NULL"
-            " ORDER BY finished_at DESC LIMIT ?",
-            (model, limit),
-        )
-        return [_job(row) for row in rows]
-
     def ids(self) -> set[str]:
         return {row["id"] for row in self._database.rows("SELECT id FROM jobs")}
 
@@ -218,15 +209,8 @@ class Jobs:
                 "validating_files" if preparing else "running",
                 cursor,
                 int(status.get("step") or 0),
-                status.get("total_steps"),
-                status.get("epoch"),
-                status.get("trained_tokens"),
-                status.get("tokens_per_s"),
-                status.get("eta_s"),
-                encode(status.get("spec")),
-                encode(status.get("report")),
-                encode(status.get("plan")),
-                encode(status.get("timing")),
+                *map(status.get, ("total_steps", "epoch", "trained_tokens", "tokens_per_s", "eta_s")),
+                *(encode(status.get(name)) for name in ("spec", "report", "plan", "timing")),
                 job.id,
             ),
         )
