@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from tunerack.cli import offers
 from tunerack.cli.chat import Answer, ask
 from tunerack.cli.follow import FINISHED, raise_unless_succeeded
 from tunerack.cli.output import table
@@ -21,6 +22,7 @@ from tunerack.cli.usage import COLUMNS
 from tunerack.client import ControlClient
 from tunerack.data.rows import read_rows
 from tunerack.errors import NotFound
+from tunerack.settings import Settings
 from tunerack.spec.job import JobSpec
 from tunerack.spec.jobfile import job_from_file
 from tunerack.units import format_duration
@@ -90,8 +92,17 @@ def _held_out(path: Path) -> tuple[tuple[tuple[dict[str, str], ...], ...], tuple
 class Demo:
     """One run over a client; `say` prints a line, `live` allows progress to be drawn."""
 
-    def __init__(self, client: ControlClient, tasks: Sequence[Task], *, say: Callable[[str], None], live: bool) -> None:
+    def __init__(
+        self,
+        client: ControlClient,
+        tasks: Sequence[Task],
+        settings: Settings,
+        *,
+        say: Callable[[str], None],
+        live: bool,
+    ) -> None:
         self.client = client
+        self.settings = settings
         self.tasks = tasks
         self.say = say
         self.live = live
@@ -102,6 +113,8 @@ class Demo:
             bodies[task.name] = body_of(upload(self.client, task.spec, task.folder).spec)
             plans[task.name] = self.client.plan(bodies[task.name])
             self.say(f"\nplan of {task.name}\n{plan_text(plans[task.name])}")
+            elsewhere = offers.offers(plans[task.name], self.settings)
+            self.say(f"\nhere, and what GPUs for rent would take\n{offers.text(plans[task.name], elsewhere, shown=3)}")
         self.say(f"\n{format_duration(time.monotonic() - began)} so far; scoring the base on rows kept out of training")
         before = self.scores([(task, task.spec.model) for task in self.tasks])
 

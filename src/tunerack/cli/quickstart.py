@@ -70,7 +70,7 @@ def run(settings: Settings, *, quiet: bool) -> dict[str, Any]:
     say(f"starting a server with one copy of {base} in {settings.home}")
     url = daemon.start(settings, [base])
     with ControlClient(url, settings.api_key) as client:
-        demo = Demo(client, tasks, say=say, live=not quiet)
+        demo = Demo(client, tasks, settings, say=say, live=not quiet)
         result = demo.run(began)
     result["total_s"] = time.monotonic() - began
     say(f"\ndone in {format_duration(result['total_s'])}. The server is still running; go on with it:\n")

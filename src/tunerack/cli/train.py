@@ -26,6 +26,14 @@ from tunerack.units import path_as_given
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the model that --method full makes.")
 @click.option("-y", "--yes", is_flag=True, help="Submit without asking.")
 @click.option("--dry-run", is_flag=True, help="Only show the plan.")
+@click.option("--deadline", metavar="TIME", help="Submit only when this machine is done by then: 6h, 90m, 2d.")
+@click.option(
+    "--max-usd",
+    type=click.FloatRange(0),
+    default=0.0,
+    metavar="DOLLARS",
+    help="Mark the offers beside the plan that cost more.",
+)
 @click.option("--follow", "wait", is_flag=True, help="Show events until the job is finished.")
 @json_option
 @click.pass_obj
@@ -36,6 +44,8 @@ def command(
     out: Path | None,
     yes: bool,
     dry_run: bool,
+    deadline: str | None,
+    max_usd: float,
     wait: bool,
     as_json: bool,
     **values: Any,
@@ -45,9 +55,13 @@ def command(
     DATA is a JSONL file of {messages}, {prompt, completion} or {instruction, input, output} rows, or the id of an
     uploaded file. Options given here win over those of the job file, whose paths start at its own folder.
     """
+    from tunerack.cli.estimate import seconds
+    from tunerack.cli.offers import check_here, offer_line, offers
+    from tunerack.cli.offers import text as offers_text
     from tunerack.cli.submission import body_of, check_files, local_files, plan_text, upload
     from tunerack.client import ControlClient
 
+    deadline_s = 0.0 if deadline is None else seconds(deadline)
     spec, folder = read_spec(data, job_file, given(values))
     files = local_files(spec, folder)
     check_files(list(files.values()))
@@ -64,12 +78,14 @@ def command(
         try:
             body = body_of(sent.spec)
             plan = client.plan(body)
+            elsewhere = offers(plan, settings, deadline_s, max_usd)
             if not as_json:
-                click.echo(plan_text(plan))
+                click.echo(f"{plan_text(plan)}\n\n{offers_text(plan, elsewhere)}\n")
             if dry_run:
                 if as_json:
-                    emit({"plan": plan})
+                    emit({"plan": plan, "offers": [offer_line(entry) for entry in elsewhere]})
                 return
+            check_here(plan, elsewhere, deadline_s)
             if not yes:
                 click.confirm("submit?", default=True, abort=True)
             job = client.create_job(body)
