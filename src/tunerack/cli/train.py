@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,9 @@ from tunerack.errors import Invalid, TunerackError
 from tunerack.settings import Settings
 from tunerack.spec.job import JobSpec
 from tunerack.units import path_as_given
+
+if TYPE_CHECKING:
+    from tunerack.estimate.cost import Offer
 
 
 @click.command()
@@ -56,9 +59,8 @@ def command(
     uploaded file. Options given here win over those of the job file, whose paths start at its own folder.
     """
     from tunerack.cli.estimate import seconds
-    from tunerack.cli.offers import check_here, offer_line, offers
-    from tunerack.cli.offers import text as offers_text
-    from tunerack.cli.submission import body_of, check_files, local_files, plan_text, upload
+    from tunerack.cli.offers import check_here, offers
+    from tunerack.cli.submission import body_of, check_files, local_files, upload
     from tunerack.client import ControlClient
 
     deadline_s = 0.0 if deadline is None else seconds(deadline)
@@ -68,6 +70,8 @@ def command(
     full.check(spec, out)
     if not (yes or dry_run) and (as_json or not sys.stdin.isatty()):
         raise click.UsageError("nobody can be asked here; add --yes to submit or --dry-run to see the plan only")
+    if out is not None and deadline_s:
+        raise click.UsageError("--deadline is not held against a model that --out writes; leave one of them out")
     if out is not None:
         full.train(settings, spec, files, out, yes=yes, dry_run=dry_run, as_json=as_json)
         return
@@ -79,11 +83,8 @@ def command(
             body = body_of(sent.spec)
             plan = client.plan(body)
             elsewhere = offers(plan, settings, deadline_s, max_usd)
-            if not as_json:
-                click.echo(f"{plan_text(plan)}\n\n{offers_text(plan, elsewhere)}\n")
+            _show(plan, elsewhere, as_json=as_json, dry_run=dry_run)
             if dry_run:
-                if as_json:
-                    emit({"plan": plan, "offers": [offer_line(entry) for entry in elsewhere]})
                 return
             check_here(plan, elsewhere, deadline_s)
             if not yes:
@@ -101,6 +102,17 @@ def command(
             click.echo(f"\nsubmitted {job['id']}\nwatch it: tunerack logs -f {job['id']}")
         if wait:
             _follow(client, job["id"], plan, as_json=as_json)
+
+
+def _show(plan: dict[str, Any], elsewhere: Sequence[Offer], *, as_json: bool, dry_run: bool) -> None:
+    """The plan and the offers beside it, as text, or as JSON when nothing else will be printed."""
+    from tunerack.cli.offers import offer_line, text
+    from tunerack.cli.submission import plan_text
+
+    if not as_json:
+        click.echo(f"{plan_text(plan)}\n\n{text(plan, elsewhere)}\n")
+    elif dry_run:
+        emit({"plan": plan, "offers": [offer_line(entry) for entry in elsewhere]})
 
 
 def read_spec(data: Path | None, job_file: Path | None, asked: dict[str, Any]) -> tuple[JobSpec, Path]:
