@@ -19,6 +19,7 @@ from tunerack.spec.job import JobSpec
 from tunerack.units import path_as_given
 
 if TYPE_CHECKING:
+    from tunerack.client import ControlClient
     from tunerack.estimate.cost import Offer
 
 
@@ -70,9 +71,9 @@ def command(
     full.check(spec, out)
     if not (yes or dry_run) and (as_json or not sys.stdin.isatty()):
         raise click.UsageError("nobody can be asked here; add --yes to submit or --dry-run to see the plan only")
-    if out is not None and deadline_s:
-        raise click.UsageError("--deadline is not held against a model that --out writes; leave one of them out")
     if out is not None:
+        if deadline_s:
+            raise click.UsageError("--deadline is not held against a model that --out writes; leave one of them out")
         full.train(settings, spec, files, out, yes=yes, dry_run=dry_run, as_json=as_json)
         return
     with ControlClient.of(settings) as client:
@@ -93,15 +94,20 @@ def command(
             submitted = True
         finally:
             if not submitted:
-                for file_id in sent.uploaded:
-                    with contextlib.suppress(TunerackError):
-                        client.delete_file(file_id)
+                _take_back(client, sent.uploaded)
         if as_json and not wait:
             emit({"plan": plan, "job": job})
         elif not as_json:
             click.echo(f"\nsubmitted {job['id']}\nwatch it: tunerack logs -f {job['id']}")
         if wait:
             _follow(client, job["id"], plan, as_json=as_json)
+
+
+def _take_back(client: ControlClient, uploaded: Sequence[str]) -> None:
+    """Remove the files of a job that was not submitted."""
+    for file_id in uploaded:
+        with contextlib.suppress(TunerackError):
+            client.delete_file(file_id)
 
 
 def _show(plan: dict[str, Any], elsewhere: Sequence[Offer], *, as_json: bool, dry_run: bool) -> None:
