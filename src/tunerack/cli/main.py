@@ -34,6 +34,7 @@ COMMANDS = {
     "chat": "Talk to a base model or an adapter.",
     "usage": "Show the tokens that each model used.",
     "upcycle": "Make a mixture of experts from a dense base model.",
+    "simulate": "Replay a trace of jobs under a scheduling policy.",
     "doctor": "Check this installation, and repair it.",
     "version": "Show versions.",
 }

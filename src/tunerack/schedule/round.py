@@ -5,7 +5,7 @@ The function is pure: the same state, time and policy give the same decisions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tunerack.schedule.backlog import Backlog, Rank, Walk
@@ -92,7 +92,7 @@ class Round:
         for job in urgent:
             if self.ledger is not None and self.ledger.full(job) is not None:
                 continue
-            found = self._place(job) or (self._preempt(job) if self.policy.preempts else None)
+            found = self._place(job) or (self._preempt(job, urgent=True) if self.policy.preempts else None)
             if found is not None:
                 self._start(job, *found)
                 continue
@@ -130,25 +130,29 @@ class Round:
 
     # Stopping one for another
 
-    def _victims(self, job: Job, kind: str) -> list[Job]:
+    def _victims(self, job: Job, kind: str, urgent: bool) -> Iterator[Job]:
         """Running jobs of this kind that the job may displace, the lowest first."""
         if self._running is None:
             ranked = [(self.policy.rank(j, self.now), j) for j in self.state.running if j.preemptible]
             ranked.sort(key=lambda pair: (pair[0], pair[1].order, pair[1].id), reverse=True)
             self._running = ranked
-        return [
-            victim
-            for _, victim in self._running
-            if victim.placement is not None
-            and victim.placement.kind == kind
-            and victim.id not in self._stopped
-            and self.now - victim.started_s >= victim.min_run_s
-            and self.policy.outranks(job, victim, self.now)
-        ]
+        while self._running and self._running[0][1].id in self._stopped:
+            self._running.pop(0)
+        if not self._running or (not urgent and self.policy.rank(job, self.now) > self._running[0][0]):
+            return
+        for _, victim in self._running:
+            if (
+                victim.placement is not None
+                and victim.placement.kind == kind
+                and victim.id not in self._stopped
+                and self.now - victim.started_s >= victim.min_run_s
+                and self.policy.outranks(job, victim, self.now)
+            ):
+                yield victim
 
-    def _preempt(self, job: Job) -> tuple[Placement, tuple[Job, ...]] | None:
+    def _preempt(self, job: Job, urgent: bool = False) -> tuple[Placement, tuple[Job, ...]] | None:
         for kind in self.kinds(job):
-            found = free_by_stopping(self.pool, job, kind, self._victims(job, kind))
+            found = free_by_stopping(self.pool, job, kind, self._victims(job, kind, urgent))
             if found is not None:
                 return found
         return None
@@ -231,31 +235,37 @@ def _without(pool: Pool, held: Placement) -> Pool:
 
 
 def free_by_stopping(
-    pool: Pool, job: Job, kind: str, victims: Sequence[Job]
+    pool: Pool, job: Job, kind: str, victims: Iterable[Job]
 ) -> tuple[Placement, tuple[Job, ...]] | None:
     """The fewest of the lowest victims whose devices, with the free ones, really hold the gang; None if all don't."""
-    if pool.free.get(kind, 0) + sum(v.width for v in victims) < job.gang:
-        return None
-    trial, chosen = pool.copy(), []
-    placement = None
+    free, chosen = pool.free.get(kind, 0), []
+    trial, placement = None, None
     for victim in victims:
         assert victim.placement is not None
-        trial.give(victim.placement)
         chosen.append(victim)
-        if trial.free[kind] >= job.gang:
-            placement = trial.place(job.gang, kind, max_nodes=job.max_nodes, near=job.nodes)
-            if placement is not None:
-                break
-    if placement is None:
+        free += victim.width
+        if trial is not None:
+            trial.give(victim.placement)
+        if free < job.gang:
+            continue
+        if trial is None:
+            trial = pool.copy()
+            for other in chosen:
+                assert other.placement is not None
+                trial.give(other.placement)
+        placement = trial.place(job.gang, kind, max_nodes=job.max_nodes, near=job.nodes)
+        if placement is not None:
+            break
+    if placement is None or trial is None:
         return None
     # The highest of them is let go on first, if the place holds without its devices.
-    for victim in sorted(chosen[:-1], key=lambda v: chosen.index(v), reverse=True):
+    for victim in reversed(chosen[:-1]):
         assert victim.placement is not None
         if trial.free[kind] - victim.width >= job.gang:
             trial.take(victim.placement)
-            other = trial.place(job.gang, kind, max_nodes=job.max_nodes, near=job.nodes)
-            if other is not None:
-                placement = other
+            without = trial.place(job.gang, kind, max_nodes=job.max_nodes, near=job.nodes)
+            if without is not None:
+                placement = without
                 chosen.remove(victim)
             else:
                 trial.give(victim.placement)
