@@ -28,10 +28,15 @@ def jobs(folder: Path) -> list[JobRequest]:
     """Two jobs of different lengths that share passes, with dropout, evaluation and a best checkpoint."""
     first = spec_of(lora={"dropout": 0.1}, batch_size=2, checkpoint_steps=1, eval_steps=3, keep="best")
     second = spec_of(lora={"rank": 8, "dropout": 0.3}, batch_size=1, checkpoint_steps=2, weight_decay=0.1)
-    return [
+    requests = [
         request_of("a", folder, first, rows=12, validation=3),
         request_of("b", folder, second, rows=8, seed=2),
     ]
+    # Scored on what it learns, so that the best checkpoint is better than the base.
+    held_out = requests[0].validation_path
+    assert held_out is not None
+    held_out.write_bytes(requests[0].training_path.read_bytes())
+    return requests
 
 
 def writing(folder: Path) -> bool:
@@ -49,7 +54,7 @@ def life(base: BaseModel, folder: Path, end: float, write: int) -> tuple[bool, b
         good = all(record.state == "succeeded" for record in trainer.records.values())
         os._exit(0 if good else 1)
     seen, was = 0, False
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         now = writing(folder)
         seen += now and not was
         was = now
@@ -57,6 +62,8 @@ def life(base: BaseModel, folder: Path, end: float, write: int) -> tuple[bool, b
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             return os.WIFEXITED(status), now
+    if ended[1]:
+        raise SystemExit("a job did not succeed")
     return True, False
 
 

@@ -16,7 +16,7 @@ from .test_training import largest_difference, weights
 
 TESTS = Path(__file__).parents[1]
 # A base joins by its family.
-FAMILIES = ("llama", "mixtral")
+FAMILIES = ("llama", "mixtral", "mamba")
 KILLS = 20
 
 
