@@ -131,6 +131,7 @@ def trl(wanted: dict[str, Any]) -> dict[str, Any]:
                 {"input_ids": list(e.ids), "completion_mask": [int(w > 0) for w in e.weights]} for e in dataset.examples
             ]
             packed_length = max(dataset.longest, round(batch * dataset.tokens / len(rows)))
+            longest_row = packed_length if packed else None if wanted["padding_free"] else SEQ_LEN
             clock = _Clock(wanted)
 
             class Callback(transformers.TrainerCallback):
@@ -148,7 +149,7 @@ def trl(wanted: dict[str, Any]) -> dict[str, Any]:
 
             config = library.SFTConfig(
                 output_dir=scratch + "/trl", max_steps=10**4, per_device_train_batch_size=1 if packed else batch,
-                learning_rate=1e-3, max_length=packed_length if packed else SEQ_LEN, packing=packed,
+                learning_rate=1e-3, max_length=longest_row, packing=packed,
                 packing_strategy="bfd", padding_free=wanted["padding_free"], completion_only_loss=True,
                 train_sampling_strategy="random" if packed or wanted["padding_free"] else "group_by_length",
                 gradient_checkpointing=False, use_cpu=True, bf16=False, logging_strategy="no", save_strategy="no",

@@ -15,7 +15,7 @@ from tunerack.units import path_as_given
 _BOUNDS: Mapping[str, tuple[int, int | None]] = {
     "port": (0, 65535),
     "threads": (0, None),
-    "micro_batch_tokens": (1, None),
+    "micro_batch_tokens": (0, None),
     "kv_cache_bytes": (1, None),
     "max_running": (1, None),
     "max_upload_bytes": (1, None),
@@ -38,7 +38,7 @@ class Settings:
     threads: CPU threads of an engine; 0 takes every core
     device: where engines compute: auto, cpu or cuda
     base_format: how engines hold the base: plain, or nf4 (4 bits, for QLoRA)
-    micro_batch_tokens: most tokens in one forward and backward pass of training
+    micro_batch_tokens: most tokens in one forward and backward pass of training; 0 lets device and memory decide
     kv_cache_bytes: most bytes that the KV cache of an engine holds
     max_running: most requests that are decoded in one step
     max_upload_bytes: largest file that is accepted
@@ -54,7 +54,7 @@ class Settings:
     threads: int = 0
     device: str = "auto"
     base_format: BaseFormat = "plain"
-    micro_batch_tokens: int = 1024
+    micro_batch_tokens: int = 0
     kv_cache_bytes: int = 2 * 1024**3
     max_running: int = 32
     max_upload_bytes: int = 512 * 1024**2

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunerack.errors import Invalid, Problem, TunerackError, Unavailable
+from tunerack.estimate.groups import PASS_TOKENS
 from tunerack.settings import Settings
 
 
@@ -24,7 +25,7 @@ def run(settings: Settings, model: str, steps: Sequence[Mapping[str, Any]], what
         "--settings", json.dumps(list(steps)),
         "--what", what,
         "--threads", str(settings.threads),
-        "--micro-batch-tokens", str(settings.micro_batch_tokens),
+        "--micro-batch-tokens", str(settings.micro_batch_tokens or PASS_TOKENS["cpu"]),
     ]  # fmt: skip
     return engine_process("measure", arguments)
 

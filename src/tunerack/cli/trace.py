@@ -6,6 +6,7 @@ from typing import Any
 
 from tunerack.cli import measuring
 from tunerack.errors import Invalid
+from tunerack.estimate.groups import PASS_TOKENS
 from tunerack.estimate.request import Answer
 from tunerack.settings import Settings
 from tunerack.spec.estimate import EstimateSpec
@@ -20,7 +21,7 @@ def peak(spec: EstimateSpec, answer: Answer, settings: Settings) -> dict[str, An
     if spec.targets:
         lora["target_modules"] = list(spec.targets)
     length = min(max(4, answer.lengths.longest), answer.shape.max_len or 1 << 30)
-    rows = max(1, min(spec.batch_size, settings.micro_batch_tokens // length or 1))
+    rows = max(1, min(spec.batch_size, (settings.micro_batch_tokens or PASS_TOKENS["cpu"]) // length or 1))
     step = {"rows": rows, "seq_len": length, "adapters": spec.adapters, "lora": lora}
     found = measuring.run(settings, spec.model, [step], "trace")["results"][0]
     return {"peak_bytes": found["peak_bytes"], "rows": rows, "seq_len": length, "adapters": spec.adapters}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -31,3 +32,14 @@ def choose_device(wanted: str) -> tuple[str, torch.dtype]:
     if wanted == "cpu" or not available:
         return "cpu", torch.float32
     return "cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+
+
+def memory_bytes(device: str) -> int:
+    """Memory that this process could get on a device: the card's, or the machine's or its control group's."""
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    return total

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+from tunerack.catalog.shape import Shape
 from tunerack.engine.adapter_file import AdapterWeights, read_adapter
 from tunerack.engine.base import BaseModel
 from tunerack.engine.serving.answer import Answer, GenerationRequest
@@ -38,13 +39,21 @@ class Engine:
     """The loop and the ways into it; every public method may be called from any thread."""
 
     def __init__(
-        self, base: BaseModel, *, limits: Limits, micro_batch_tokens: int, promise: Promise | None = None
+        self,
+        base: BaseModel,
+        *,
+        limits: Limits,
+        micro_batch_tokens: int,
+        shape: Shape | None = None,
+        training_bytes: int = 0,
+        promise: Promise | None = None,
     ) -> None:
+        """training_bytes: what the base and its training may hold; 0 sets no bound."""
         self.base = base
         self.turns = Turns(promise or Promise())
         self.bank = AdapterBank(base.decoder.groups())
         self.server = Server(base, self.bank, limits)
-        self.trainer = Trainer(base, micro_batch_tokens=micro_batch_tokens)
+        self.trainer = Trainer(base, micro_batch_tokens=micro_batch_tokens, shape=shape, memory_bytes=training_bytes)
         self.trainer.between_layers = self._between_layers
         self.failure: str | None = None
         self._calls: deque[_Call] = deque()

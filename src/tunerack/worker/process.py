@@ -91,7 +91,7 @@ class Process:
 
     def _build(self) -> Engine:
         from tunerack.engine.base import load_base
-        from tunerack.engine.device import choose_device, use_threads
+        from tunerack.engine.device import choose_device, memory_bytes, use_threads
         from tunerack.engine.serving.server import Limits
         from tunerack.engine.source import prepare_base
 
@@ -115,7 +115,14 @@ class Process:
             ttft_s=settings.ttft_ms / 1000 if settings.ttft_ms else None,
             itl_s=settings.itl_ms / 1000 if settings.itl_ms else None,
         )
-        return Engine(base, limits=limits, micro_batch_tokens=settings.micro_batch_tokens, promise=promise)
+        return Engine(
+            base,
+            limits=limits,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            shape=model.shape,
+            promise=promise,
+            training_bytes=max(1, memory_bytes(device) - settings.kv_cache_bytes),
+        )
 
 
 def _user_catalogue(home: Path) -> Path:

@@ -29,7 +29,7 @@ class Checkpoint:
     """A complete checkpoint of a job.
 
     border: the moment at which all jobs of the group were saved together; group: those jobs and their steps at it
-    scores: what the validation rows said so far, see `Scores`
+    scores: what the validation rows said so far, see `Scores`; turn: number of the next joint step, see `Rota`
     """
 
     path: Path
@@ -42,6 +42,7 @@ class Checkpoint:
     version: str
     metrics: Mapping[str, float]
     scores: Mapping[str, Any] = field(default_factory=dict)
+    turn: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,7 +59,13 @@ def folder(job_directory: Path) -> Path:
 
 
 def write_checkpoint(
-    job: TrainingJob, *, border: str, group: Mapping[str, int], base_fingerprint: str, now: float | None = None
+    job: TrainingJob,
+    *,
+    border: str,
+    group: Mapping[str, int],
+    base_fingerprint: str,
+    turn: int = 0,
+    now: float | None = None,
 ) -> Checkpoint:
     """Save everything that decides the job's future; raises OSError when the disk can't take it, leaving no trace."""
     parent = folder(job.directory)
@@ -81,6 +88,7 @@ def write_checkpoint(
             version=adapter_version(aside),
             metrics=job.metrics,
             scores=job.scores.to_json(),
+            turn=turn,
         )
         state = {**asdict(checkpoint), "path": target.name, "spec": job.spec.to_json()}
         write_flushed(aside / _STATE_FILE, json.dumps(state).encode())

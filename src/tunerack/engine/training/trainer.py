@@ -14,12 +14,12 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
+from tunerack.catalog.shape import Shape
 from tunerack.engine.base import BaseModel
 from tunerack.engine.device import device_name
-from tunerack.engine.training.balance import JobRouting
 from tunerack.engine.training.calibration import measure_rate
 from tunerack.engine.training.checkpoint import Checkpoint, choose, restore, write_checkpoint
 from tunerack.engine.training.job import Failure, TrainingJob
@@ -28,7 +28,10 @@ from tunerack.engine.training.pause import Pause
 from tunerack.engine.training.plan import predict
 from tunerack.engine.training.record import JobRecord, JobRequest, build_job
 from tunerack.engine.training.result import choose_result, failure_of
-from tunerack.engine.training.smoke import smoke_step
+from tunerack.engine.training.rota import Rota
+from tunerack.engine.training.route import Document
+from tunerack.engine.training.smoke import SmokeStep, smoke_step
+from tunerack.engine.training.sums import Sums
 from tunerack.errors import TunerackError
 from tunerack.estimate.plan import SPREAD, Rate
 
@@ -37,27 +40,16 @@ log = logging.getLogger(__name__)
 ADAPTER_FOLDER = "adapter"
 
 
-@dataclass
-class _Sums:
-    """Per job, over the passes of one joint step or evaluation."""
-
-    loss: dict[str, float]
-    denominator: dict[str, float]
-    tokens: dict[str, int]
-    routing: dict[str, JobRouting] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, documents: Mapping[str, Sequence[object]]) -> _Sums:
-        zero = dict.fromkeys(documents, 0.0)
-        return cls(dict(zero), dict(zero), dict.fromkeys(documents, 0))
-
-
 class Trainer:
     """Runs in the engine's thread; `submit`, `cancel`, `record` and `save_all` may be called from others."""
 
-    def __init__(self, base: BaseModel, *, micro_batch_tokens: int) -> None:
+    def __init__(
+        self, base: BaseModel, *, micro_batch_tokens: int, shape: Shape | None = None, memory_bytes: int = 0
+    ) -> None:
+        """See `Rota` for the bounds of a pass."""
         self.base = base
-        self.micro_batch_tokens = micro_batch_tokens
+        self._rota = Rota(base.decoder, micro_batch_tokens=micro_batch_tokens, shape=shape, memory_bytes=memory_bytes)
+        self._turn_resumed = 0
         self.records: dict[str, JobRecord] = {}
         self._jobs: dict[str, TrainingJob] = {}
         self._arrivals: deque[list[JobRequest]] = deque()
@@ -150,8 +142,7 @@ class Trainer:
         yield from self._admit()
         self._at_border(self._remove_leaving)
         if self._membership_changed:
-            self._at_border(self._checkpoint_all)
-            self._membership_changed = False
+            self._at_border(self._regroup)
         # Before the next step, so that a job that was stopped between a step and its evaluation does not miss it.
         yield from self._evaluate()
         self._at_border(self._checkpoint_due)
@@ -160,6 +151,14 @@ class Trainer:
             yield
             return
         yield from self._joint_step()
+
+    def _regroup(self) -> None:
+        """New turns for the jobs that are in; a group that comes back from a border goes on with that border's turn."""
+        for name, reason in self._rota.replan(self._jobs, self._turn_resumed).items():
+            self.records[name].history.add(reason)
+        self._turn_resumed = 0
+        self._checkpoint_all()
+        self._membership_changed = False
 
     def _admit(self) -> Iterator[None]:
         while self._arrivals:
@@ -193,20 +192,40 @@ class Trainer:
                 self._fail(job.name, Failure("invalid_training_file", message, "training_file"))
                 return False
             restore(job, checkpoint)
+            if not self._jobs:
+                self._turn_resumed = max(self._turn_resumed, checkpoint.turn)
             record.history.add(f"resumed from the checkpoint of step {job.step}")
         else:
             count = job.parameters.values.numel()
             record.history.add(f"training {count:,} parameters for {job.total_steps} steps")
-        try:
-            outcome = smoke_step(self.base, job, self.micro_batch_tokens)
-        except Exception as error:
-            outcome = failure_of(error)
+        outcome = self._smoke(job)
         if isinstance(outcome, Failure):
             self._fail(job.name, outcome)
             return False
         record.history.add(outcome.message(), data={"smoke": asdict(outcome)})
         rate = self._rate or Rate(0.0, outcome.seconds / outcome.tokens, "calibrated here", SPREAD["prior"])
         record.plan = predict(self.base, rate, job.spec, job.dataset)
+        return True
+
+    def _smoke(self, job: TrainingJob) -> SmokeStep | Failure:
+        """The longest pass, in halves while it does not fit."""
+        tokens = self._rota.alone(job)
+        while True:
+            try:
+                return smoke_step(self.base, job, tokens)
+            except Exception as error:
+                outcome = failure_of(error)
+            if outcome.code != "out_of_memory" or not self._halve(tokens, job.dataset.longest, [job.name]):
+                return outcome
+            tokens = min(tokens // 2, self._rota.most_tokens)
+
+    def _halve(self, tokens: int, longest: int, names: Iterable[str]) -> bool:
+        """Smaller passes after an out-of-memory; False when there are none that would hold the longest row."""
+        if not self._rota.halve(tokens, longest):
+            return False
+        for name in names:
+            text = f"a pass of {tokens} tokens did not fit; passes hold {self._rota.most_tokens} from here"
+            self.records[name].history.add(text, level="warn")
         return True
 
     def _join(self, jobs: Mapping[str, TrainingJob]) -> None:
@@ -216,38 +235,49 @@ class Trainer:
         self._membership_changed = self._membership_changed or bool(jobs)
 
     def _joint_step(self) -> Iterator[None]:
-        documents = {name: job.documents() for name, job in self._jobs.items()}
+        """One optimizer step of the jobs whose turn it is."""
+        names = tuple(name for name in self._rota.members() if name in self._jobs)
+        yield from self._step(names)
+
+    def _step(self, names: Sequence[str], *, ends_turn: bool = True) -> Iterator[None]:
+        documents = {name: self._jobs[name].documents() for name in names}
         started = time.monotonic()
-        sums = _Sums.of(documents)
+        sums = Sums.of(documents)
         for name, rows in documents.items():
             sums.denominator[name] = sum(sum(d.weights) for d in rows)
+        failure = None
         try:
-            for batch in pack(documents, self.micro_batch_tokens):
+            for batch in pack(documents, self._rota.pass_tokens):
                 self._pass(batch, sums, training=True)
                 yield
         except Exception as error:
-            yield from self._step_one_by_one(error)
+            # The exception holds the frames of the pass, and with them its tensors.
+            failure = failure_of(error)
+        if failure is not None:
+            yield from self._step_again(documents, failure, ends_turn)
             return
         seconds = time.monotonic() - started
-        self._at_border(lambda: self._apply(sums, seconds))
+        self._at_border(lambda: self._apply(sums, seconds, ends_turn))
 
-    def _step_one_by_one(self, error: BaseException) -> Iterator[None]:
-        """After a pass that raised: every job alone, so that only the one at fault fails."""
-        log.warning("a shared pass failed (%s); its jobs go on one by one for this step", error)
-        for job in self._jobs.values():
-            job.parameters.gradients.zero_()
-        if len(self._jobs) == 1:
-            self._at_border(lambda: self._drop(next(iter(self._jobs)), failure_of(error)))
+    def _step_again(
+        self, documents: Mapping[str, Sequence[Document]], failure: Failure, ends_turn: bool
+    ) -> Iterator[None]:
+        """After a pass that raised: in smaller passes if it did not fit, then each job alone: only one at fault fails."""
+        names = tuple(documents)
+        for name in names:
+            self._jobs[name].parameters.gradients.zero_()
+        longest = max(len(document.tokens) for rows in documents.values() for document in rows)
+        if failure.code == "out_of_memory" and self._halve(self._rota.pass_tokens, longest, names):
+            yield from self._step(names, ends_turn=ends_turn)
             return
-        together = self._jobs
-        for name, job in list(together.items()):
-            self._jobs = {name: job}
-            yield from self._joint_step()
-            if name not in self._jobs:
-                del together[name]
-        self._jobs = together
+        if len(names) == 1:
+            self._at_border(lambda: self._drop(names[0], failure))
+            return
+        log.warning("a shared pass failed (%s); its jobs go on one by one for this step", failure.message)
+        for name in names:
+            yield from self._step([name], ends_turn=ends_turn and name == names[-1])
 
-    def _pass(self, batch: MicroBatch, sums: _Sums, *, training: bool) -> None:
+    def _pass(self, batch: MicroBatch, sums: Sums, *, training: bool) -> None:
         result = run_pass(
             self.base.decoder,
             batch,
@@ -262,24 +292,28 @@ class Trainer:
         for name, used in result.routing.items():
             sums.routing[name] = sums.routing[name] + used if name in sums.routing else used
 
-    def _apply(self, sums: _Sums, seconds: float) -> None:
+    def _apply(self, sums: Sums, seconds: float, ends_turn: bool) -> None:
         total = sum(sums.tokens.values())
-        for name, job in list(self._jobs.items()):
+        self._rota.worked_s += seconds
+        for name in sums.tokens:
+            job = self._jobs[name]
             result = job.apply_gradients(sums.loss[name], sums.denominator[name], sums.tokens[name])
             if isinstance(result, Failure):
                 self._drop(name, result)
                 continue
+            taken = self._rota.step_took(name, seconds)
             share = sums.tokens[name] / max(1, total)
-            self.records[name].count_step(job, result, seconds, share, sums.routing.get(name))
+            self.records[name].count_step(job, result, taken, share, sums.routing.get(name))
         self._steps_since_checkpoint += 1
+        self._rota.turn += ends_turn
 
     def _evaluate(self) -> Iterator[None]:
         """The loss on the validation rows of each job whose step asks for it; before the first step, the base's."""
         due = {name: job.validation_documents() for name, job in self._jobs.items() if job.evaluation_due}
-        sums = _Sums.of(due)
+        sums = Sums.of(due)
         for name, rows in due.items():
             sums.denominator[name] = sum(sum(d.weights) for d in rows)
-        for batch in pack(due, self.micro_batch_tokens):
+        for batch in pack(due, self._rota.pass_tokens):
             self._pass(batch, sums, training=False)
             yield
         self._at_border(lambda: self._take_scores({name: sums.loss[name] / sums.denominator[name] for name in due}))
@@ -339,6 +373,7 @@ class Trainer:
                     self._jobs[name],
                     border=border,
                     group=group,
+                    turn=self._rota.turn,
                     base_fingerprint=self.base.identity.fingerprint,
                 )
             except OSError as error:
