@@ -262,7 +262,7 @@ class Trainer:
     def _step_again(
         self, documents: Mapping[str, Sequence[Document]], failure: Failure, ends_turn: bool
     ) -> Iterator[None]:
-        """After a pass that raised: in smaller passes if it did not fit, then each job alone: only one at fault fails."""
+        """After a pass that raised: in smaller passes if it did not fit, then each alone: the one at fault fails."""
         names = tuple(documents)
         for name in names:
             self._jobs[name].parameters.gradients.zero_()
