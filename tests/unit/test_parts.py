@@ -68,3 +68,16 @@ def test_all_that_matches_nothing_is_told_at_once() -> None:
     assert told["lora.layers_to_transform"] == ("there is no layer 7", "layers are numbered from 0 to 1")
     assert told["lora.rank_pattern"][0] == "'up_proj' matches no adapted layer"
     assert len(caught.value.problems) == 3
+
+
+def test_layers_of_a_mixture_are_told_by_the_names_that_a_job_may_use() -> None:
+    mlp = "model.layers.0.mlp"
+    modules = {
+        "model.layers.0.self_attn.q_proj": (8, 8),
+        f"{mlp}.gate:weight": (8, 4),
+        f"{mlp}.experts:gate_up_proj": (8, 32),
+        f"{mlp}.experts:down_proj": (16, 8),
+    }
+    with pytest.raises(Invalid) as caught:
+        check_targets(LoraConfig(2, 4.0, ("w_pack",)), modules)
+    assert caught.value.problems[0].hint == "there are down_proj, gate, gate_proj, q_proj, up_proj"

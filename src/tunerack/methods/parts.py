@@ -91,10 +91,19 @@ def parts_text(parts: tuple[Part, ...]) -> str:
     return "; ".join(texts)
 
 
+def _target_names(module: str) -> tuple[str, ...]:
+    """What a job calls this layer in target_modules."""
+    path, _, parameter = module.partition(":")
+    last = path.rsplit(".", 1)[-1]
+    if parameter == "gate_up_proj":
+        return "gate_proj", "up_proj"
+    return (parameter if parameter and parameter != "weight" else last,)
+
+
 def check_targets(config: LoraConfig, modules: Mapping[str, tuple[int, int]]) -> None:
     """Raises Invalid with every name, layer or pattern of the config that matches nothing in this base."""
     problems: list[Problem] = []
-    known = ", ".join(sorted({re.split("[.:]", module)[-1] for module in modules}))
+    known = ", ".join(sorted({name for module in modules for name in _target_names(module)}))
     if not isinstance(config.target_modules, str):
         for target in config.target_modules:
             if not any(module == target or module.endswith(f".{target}") for module in modules):
