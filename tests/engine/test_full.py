@@ -105,7 +105,7 @@ def test_the_command_trains_in_a_process_of_its_own(tiny_folder, tmp_path):
     from click.testing import CliRunner
 
     from tunerack.cli.full import train
-    from tunerack.cli.main import main
+    from tunerack.cli.main import command
     from tunerack.settings import Settings
 
     home = tmp_path / "home"
@@ -115,14 +115,14 @@ def test_the_command_trains_in_a_process_of_its_own(tiny_folder, tmp_path):
     rows, out = write_rows(tmp_path / "train.jsonl", 4, 1), tmp_path / "out"
     arguments = ["--home", str(home), "train", str(rows), "--model", "tiny", "--method", "full", "--max-steps", "2"]
     arguments += ["--yes", "--out", str(out)]
-    done = CliRunner().invoke(main, arguments)
+    done = CliRunner().invoke(command, arguments)
     assert done.exit_code == 0, done.output
     assert "step 2/2: training loss" in done.output
     assert "embeddings" in done.output
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     start = load_file(tiny_folder("llama") / "model.safetensors")
     assert not torch.equal(loaded.model.norm.weight, start["model.norm.weight"])
-    again = CliRunner().invoke(main, arguments)
+    again = CliRunner().invoke(command, arguments)
     assert again.exit_code != 0
     spec = full_spec()
     with pytest.raises(Invalid, match="files of this machine"):

@@ -55,6 +55,9 @@ class FullWeights:
             self.tensors += [norm for norm in norms if norm is not None]
             self.tensors += layer.mixer.vectors()
         for group in decoder.groups():
+            # Row by row, as files and the optimizer's moments are; serving holds weights by columns.
+            if isinstance(group.weight, Tensor):
+                group.weight = group.weight.contiguous()
             self.tensors += [t for t in (group.weight, group.bias) if isinstance(t, Tensor)]
         self.tensors.append(decoder.norm)
         for tensor in self.tensors:
