@@ -31,6 +31,7 @@ COMMANDS = {
     "resume": "Let a paused job go on.",
     "checkpoint": "Save a running job now.",
     "adapters": "List, show and remove adapters.",
+    "export": "Write a base with an adapter merged into it.",
     "chat": "Talk to a base model or an adapter.",
     "usage": "Show the tokens that each model used.",
     "upcycle": "Make a mixture of experts from a dense base model.",
