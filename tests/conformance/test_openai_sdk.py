@@ -99,4 +99,6 @@ def test_from_a_file_to_a_served_adapter(control: ControlProcess) -> None:
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == answer.choices[0].message.content
         assert {answer.model, *(chunk.model for chunk in chunks)} == {name}
-        assert chunks[-1].usage == answer.usage
+        # What was found again from the first is the second's alone.
+        found = {"prompt_tokens_details"}
+        assert chunks[-1].usage.model_dump(exclude=found) == answer.usage.model_dump(exclude=found)

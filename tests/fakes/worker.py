@@ -260,7 +260,21 @@ class FakeWorker:
         body = await request.json()
         if b"BAD" in Path(body["training_path"]).read_bytes():
             return error(400, "train.jsonl:1: is not a chat row", "invalid_training_file", "training_file")
-        return JSONResponse({"spec": body["spec"], "steps": STEPS, "total_tokens": STEPS * TOKENS_PER_STEP})
+        resolved = {"batch_size": 4, "n_epochs": 1, "seq_len": 256, "learning_rate": 2e-4, "warmup_steps": 0}
+        spec = {**body["spec"], **{k: v for k, v in resolved.items() if body["spec"].get(k) in (None, "auto")}}
+        return JSONResponse(
+            {
+                "spec": spec,
+                "report": {"rows_in": 8, "rows_kept": 8, "dropped": []},
+                "tokens_per_epoch": STEPS * TOKENS_PER_STEP,
+                "trained_tokens_per_epoch": STEPS * TOKENS_PER_STEP // 2,
+                "longest": 200,
+                "steps": STEPS,
+                "total_tokens": STEPS * TOKENS_PER_STEP,
+                "trainable_parameters": 1000,
+                "predicted_s": {"low": 1, "mid": 2, "high": 3, "basis": "fake"},
+            }
+        )
 
     async def submit(self, request: Request) -> JSONResponse:
         for asked in (await request.json())["jobs"]:

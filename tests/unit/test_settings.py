@@ -15,7 +15,7 @@ from tunerack.settings import Settings
         ("TUNERACK_PORT", "-1"),
         ("TUNERACK_PORT", "many"),
         ("TUNERACK_THREADS", "-1"),
-        ("TUNERACK_MICRO_BATCH_TOKENS", "0"),
+        ("TUNERACK_MICRO_BATCH_TOKENS", "-1"),
         ("TUNERACK_KV_CACHE_BYTES", "-5"),
         ("TUNERACK_MAX_RUNNING", "0"),
         ("TUNERACK_MAX_UPLOAD_BYTES", "0"),

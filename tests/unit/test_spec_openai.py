@@ -87,7 +87,7 @@ def test_extensions() -> None:
         ({"hyperparameters": {"learning_rate_multiplier": 1e6}}, "hyperparameters.learning_rate_multiplier"),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations"),
         ({"lora": {"rank": 0}}, "lora.rank"),
-        ({"lora": {"use_dora": True}}, "lora.use_dora"),
+        ({"lora": {"use_dora": "yes"}}, "lora.use_dora"),
         ({"training": {"warmup": 3}}, "training.warmup"),
         ({"training": {"warmup_steps": -3}}, "training.warmup_steps"),
         ({"training": {"suffix": "x"}}, "training.suffix"),

@@ -36,6 +36,15 @@ class Rota:
         """Most tokens of a pass of the jobs that are in."""
         return self._groups.pass_tokens
 
+    @property
+    def sizes(self) -> tuple[int, Groups]:
+        """How large passes are now; can be set again after a try with smaller ones."""
+        return self.most_tokens, self._groups
+
+    @sizes.setter
+    def sizes(self, value: tuple[int, Groups]) -> None:
+        self.most_tokens, self._groups = value
+
     def alone(self, job: TrainingJob) -> int:
         """Most tokens of a pass of one job."""
         return self._plan([job]).pass_tokens

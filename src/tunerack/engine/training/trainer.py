@@ -208,14 +208,15 @@ class Trainer:
         return True
 
     def _smoke(self, job: TrainingJob) -> SmokeStep | Failure:
-        """The longest pass, in halves while it does not fit."""
-        tokens = self._rota.alone(job)
+        """The longest pass, in halves while it does not fit; failing for good changes nothing for the others."""
+        tokens, sizes = self._rota.alone(job), self._rota.sizes
         while True:
             try:
                 return smoke_step(self.base, job, tokens)
             except Exception as error:
                 outcome = failure_of(error)
             if outcome.code != "out_of_memory" or not self._halve(tokens, job.dataset.longest, [job.name]):
+                self._rota.sizes = sizes
                 return outcome
             tokens = min(tokens // 2, self._rota.most_tokens)
 
@@ -236,8 +237,7 @@ class Trainer:
 
     def _joint_step(self) -> Iterator[None]:
         """One optimizer step of the jobs whose turn it is."""
-        names = tuple(name for name in self._rota.members() if name in self._jobs)
-        yield from self._step(names)
+        yield from self._step(tuple(name for name in self._rota.members() if name in self._jobs))
 
     def _step(self, names: Sequence[str], *, ends_turn: bool = True) -> Iterator[None]:
         documents = {name: self._jobs[name].documents() for name in names}
