@@ -76,6 +76,28 @@ def test_a_foreign_file_and_a_job_file(tmp_path: Path) -> None:
     assert found["offers"][0]["gpu"] == "cpu"
 
 
+def test_a_job_file_is_estimated_as_what_it_is(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl")
+    lines = "model: smollm2-135m\ntraining_file: train.jsonl\n"
+    (tmp_path / "full.yaml").write_text(lines + "method: full\n")
+    (tmp_path / "plain.yaml").write_text(lines)
+    found, plain = (run(str(tmp_path / f"{name}.yaml"), "--gpus", "a40", home=tmp_path) for name in ("full", "plain"))
+    assert "full trains 135 M" in found
+    assert "lora trains" in plain
+    (tmp_path / "dora.yaml").write_text(lines + "lora: {use_dora: true}\n")
+    (told,) = problems(str(tmp_path / "dora.yaml"), home=tmp_path)
+    assert "DoRA is not estimated" in told
+
+
+def test_a_seq_len_above_every_row_takes_no_more_memory(tmp_path: Path) -> None:
+    """Nothing is padded beyond the longest row; packed rows do fill the whole length."""
+    fixed = ("--gpus", "a40", "--micro-batch", "4")
+    rows = run(*QUICK, *fixed, home=tmp_path)
+    assert run(*QUICK, *fixed, "--seq-len", "2048", home=tmp_path) == rows
+    assert run(*QUICK, *fixed, "--seq-len", "100", home=tmp_path) != rows
+    assert run(*QUICK, *fixed, "--seq-len", "2048", "--packing", home=tmp_path) != rows
+
+
 def test_a_config_json_of_its_own(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512}  # fmt: skip

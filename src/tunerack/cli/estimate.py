@@ -181,8 +181,14 @@ def _of_job(mapping: dict[str, Any], given: dict[str, Any], place: Any) -> Estim
     from tunerack.spec.parse import parse_job
 
     job = parse_job(mapping, place)
+    if job.lora.use_dora:
+        raise Invalid(
+            Problem("DoRA is not estimated", place("lora"), "estimate it as plain LoRA: it takes less memory and time"),
+            param="lora.use_dora",
+        )
     values: dict[str, Any] = {
         "model": job.model,
+        "method": job.method,
         "data": job.training_file,
         "rank": job.lora.rank,
         "dropout": job.lora.dropout,

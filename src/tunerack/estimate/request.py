@@ -114,14 +114,20 @@ def _here(
 
 
 def sequence_length(spec: EstimateSpec, shape: Shape, lengths: Lengths) -> tuple[int, list[str]]:
-    """seq_len as asked for, else the longest row within the model's limit; and what is lost by it."""
+    """Tokens of the longest sequence; and what is lost by it.
+
+    Packed: seq_len as asked for, else the longest row. Unpacked, no sequence is longer than the longest row.
+    """
     limit = shape.max_len or 1 << 30
     if spec.seq_len > limit:
         raise Invalid(
             Problem(f"seq_len {spec.seq_len} is beyond the model's {limit} tokens", "seq_len", f"give {limit} or less"),
             param="seq_len",
         )
-    seq_len = spec.seq_len or max(1, min(lengths.longest, limit))
+    longest = max(1, min(lengths.longest, limit))
+    seq_len = spec.seq_len or longest
+    if not spec.packing:
+        seq_len = min(seq_len, longest)
     over = sum(count for length, count in lengths.counts if length > seq_len)
     if over and not spec.packing:
         return seq_len, [f"{over / max(1, sum(count for _, count in lengths.counts)):.1%} of the rows are longer"]
