@@ -31,7 +31,8 @@ def offers(
 
     spec, rows = plan["spec"], plan["report"]["rows_kept"]
     model = models.find(spec["model"], settings.home / "catalog" / "models.toml")
-    if model is None or spec.get("method", "lora") not in ("lora", "qlora", "full"):
+    # A base that was added by its folder has no config here; its worker alone has read it.
+    if model is None or not model.config or spec.get("method", "lora") not in ("lora", "qlora", "full"):
         return ()
     longest = max(1, int(plan["longest"]))
     mean = max(1, round(plan["tokens_per_epoch"] / max(1, rows)))

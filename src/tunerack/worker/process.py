@@ -119,7 +119,7 @@ class Process:
             base,
             limits=limits,
             micro_batch_tokens=settings.micro_batch_tokens,
-            shape=model.shape,
+            shape=base.shape,
             promise=promise,
             training_bytes=max(1, memory_bytes(device) - settings.kv_cache_bytes),
         )
